@@ -35,23 +35,9 @@ def _spelled(option: str, value: Any) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line.
 
-    Args:
-      argv: the arguments after the program's name; None for those of the process.
-
     Raises:
       SystemExit: with code 2 and one line on stderr if an argument is wrong; with code 1 if ``doctor`` finds wrong
         results; with code 0 after ``--help`` and ``--version``.
-
-    Example:
-      >>> from sparse_layers.__main__ import main
-      >>> main(["show", "streaming:window=2,sinks=1", "--seq-len", "4"])  # doctest: +ELLIPSIS
-      Causal() & (Window(left=1, right=0) | Prefix(size=1))
-      ■ · · ·
-      ■ ■ · ·
-      ■ ■ ■ ·
-      ■ · ■ ■
-      allowed pairs: 9 of 16 (56.2500%), 90.0000% of the causal pairs
-      ...
     """
     parser = _Parser(prog="sparse-layers", description="Sparsity patterns by name, and what runs on this machine.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -16,11 +16,11 @@ from .arguments.checks import strict_kwargs
 from .masks.algebra import Mask
 from .modules.activations import GATED_ACTIVATIONS
 from .modules.attention_fn import Pattern, ids_from_padding
-from .modules.block import check_input, decode_step, forward, prefill
+from .modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
 from .modules.core import AttentionCore
-from .modules.options import ComputeOptions, PrefillOptions
-from .modules.rope import Rope
-from .modules.settings import check_array, check_order, check_settings
+from .modules.options import ComputeOptions, PrefillOptions, StepOptions
+from .modules.rope import Rope, resolve_rope
+from .modules.settings import check_array, check_order, with_checked_settings
 from .modules.step import attention_step, check_inputs
 from .ops.decoding.cache import KVCache
 from .ops.planning.plan import Plan
@@ -88,6 +88,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
     """
 
     @strict_kwargs
+    @with_checked_settings()
     def __init__(
         self,
         num_heads: int,
@@ -110,24 +111,6 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         out_w_init: _Initializer | None = None,
         **options: Unpack[ComputeOptions],
     ):
-        check_settings(
-            num_heads=num_heads,
-            key_size=key_size,
-            w_init_scale=w_init_scale,
-            name=name,
-            w_init=w_init,
-            with_bias=with_bias,
-            b_init=b_init,
-            value_size=value_size,
-            model_size=model_size,
-            num_kv_heads=num_kv_heads,
-            rope=rope,
-            rope_theta=rope_theta,
-            normalize_qk=normalize_qk,
-            norm_epsilon=norm_epsilon,
-            out_w_init=out_w_init,
-            **options,
-        )
         if w_init is None and w_init_scale is None:
             w_init = hk.initializers.VarianceScaling(1.0)
         super().__init__(
@@ -152,9 +135,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             self.num_kv_heads,
             key_size,
             jnp.bfloat16,
-            rope=rope,
-            rope_theta=rope_theta,
-            dropout_rate=0.0,
+            rope=resolve_rope(rope, rope_theta),
             size_name="key_size",
             **options,
         )
@@ -221,19 +202,11 @@ class SparseSelfAttention(hk.MultiHeadAttention):
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, or to a chunk of them, and keeps their keys and values for `decode_step`.
 
-        Transform a function that calls it, as for ``__call__``: the parameters have the same names.
-
-        Args:
-          inputs: [B, T, F] with T <= seq_len.
-          lengths: int [B], tokens of each prompt, the rest is padding; None for T.
-          **options: see `sparse_layers.SparseSelfAttention.prefill`.
-
-        Returns:
-          (out [B, T, model_size], the cache). The output of padding is undefined.
+        `sparse_layers.SparseSelfAttention.prefill` documents arguments, results and errors. Transform a function that
+        calls it, as for ``__call__``: the parameters have the same names.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: see `sparse_layers.SparseSelfAttention.prefill`; a value_size
-            other than key_size, which the cache does not support.
+          NotImplementedError: also for a value_size other than key_size, which the cache does not support.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
@@ -256,31 +229,16 @@ class SparseSelfAttention(hk.MultiHeadAttention):
     @hk.name_like("__call__")
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
-        """Applies attention to one more token of each sequence, or several, at the cost of the pattern's row.
+        """Applies attention to one or more new tokens of each sequence, at the cost of the pattern's rows.
 
-        Args:
-          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
-          cache: of `prefill` or an earlier step.
-          position: int [B], the position of each token, or of the first of S.
-          selection, positions: see `sparse_layers.SparseSelfAttention.decode_step`.
-
-        Returns:
-          (out [B, model_size] or [B, S, model_size], the new cache).
-
-        Raises:
-          ValueError, TypeError, NotImplementedError: see `prefill` and `sparse_layers.SparseSelfAttention.decode_step`.
+        `sparse_layers.SparseSelfAttention.decode_step` documents arguments, results and errors; for value_size, see
+        `prefill`.
         """
         self._check_value_size("decode_step")
         check_array("inputs", inputs, "[B, features]")
-        return self._core(inputs).decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core(inputs).decode_step(inputs, cache, position, **options)
 
     def _check_value_size(self, method: str) -> None:
         if self.value_size != self.key_size:
@@ -370,6 +328,7 @@ class SparseTransformerBlock(hk.Module):
     """
 
     @strict_kwargs
+    @with_checked_settings()
     def __init__(
         self,
         num_heads: int,
@@ -393,22 +352,6 @@ class SparseTransformerBlock(hk.Module):
         name: str | None = None,
         **options: Unpack[_AttentionOptions],
     ):
-        check_settings(
-            name=name,
-            num_heads=num_heads,
-            features=features,
-            num_layers=num_layers,
-            mlp_features=mlp_features,
-            mlp=mlp,
-            make_mlp=make_mlp,
-            norm=norm,
-            norm_epsilon=norm_epsilon,
-            norm_placement=norm_placement,
-            parallel=parallel,
-            dropout_rate=dropout_rate,
-            with_bias=with_bias,
-            remat=remat,
-        )
         super().__init__(name=name)
         check_order(num_heads, features, key_size)
         if key_size is None and features % num_heads:
@@ -418,9 +361,7 @@ class SparseTransformerBlock(hk.Module):
             "layer": functools.partial(hk.LayerNorm, -1, True, True, norm_epsilon),
             "rms": functools.partial(hk.RMSNorm, -1, norm_epsilon),
         }[norm]
-        hidden = 4 * features if mlp_features is None else mlp_features
-        # The forward function of the NNX block, which all blocks share, reads these attributes by name.
-        pre, post = (norm_placement in (placement, "sandwich") for placement in ("pre", "post"))
+        pre, post = norm_positions(norm_placement)
         self.attention_norm = make_norm(name="attention_norm") if pre else None
         self.attention_out_norm = make_norm(name="attention_out_norm") if post else None
         self.attention = SparseSelfAttention(
@@ -441,6 +382,7 @@ class SparseTransformerBlock(hk.Module):
         self.mlp_in = self.mlp_gate = self.mlp_out = None
         self.mlp_module = None if make_mlp is None else make_mlp()
         if make_mlp is None:
+            hidden = mlp_features or 4 * features
             self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
             self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp in GATED_ACTIVATIONS else None
             self.mlp_out = hk.Linear(features, with_bias, out_init, name="mlp_out")
@@ -474,21 +416,15 @@ class SparseTransformerBlock(hk.Module):
           ValueError: x of other features, dropout that is neither switched on nor off, or without a key in ``apply``;
             errors of `SparseSelfAttention`.
         """
-        check_input(self.features, x, deterministic)
+        check_block_input(self.features, x, deterministic)
         if self.dropout_rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "
                 "whether to drop"
             )
-        run = functools.partial(
-            forward,
-            self,
-            segment_ids=segment_ids,
-            deterministic=deterministic,
-            selection=selection,
-            positions=positions,
-        )
-        return (hk.remat(run) if self.remat else run)(x)
+        options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
+        apply = functools.partial(apply_block, self, deterministic=deterministic, call_options=options)
+        return (hk.remat(apply) if self.remat else apply)(x)
 
     @hk.name_like("__call__")
     @strict_kwargs
@@ -496,21 +432,15 @@ class SparseTransformerBlock(hk.Module):
         self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies `SparseSelfAttention.prefill` and the MLP to [B, T, features]; returns (out, cache). No dropout."""
-        return prefill(self, x, lengths, **options)
+        return BlockCore.of(self).prefill(x, lengths, **options)
 
     @hk.name_like("__call__")
     @strict_kwargs
     def decode_step(
-        self,
-        x: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, x: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies `SparseSelfAttention.decode_step` and the MLP to [B, features]; returns (out, cache). No dropout."""
-        return decode_step(self, x, cache, position, selection, positions)
+        return BlockCore.of(self).decode_step(x, cache, position, **options)
 
 
 def _dropout(rate: float, x: jax.Array, deterministic: bool | None) -> jax.Array:

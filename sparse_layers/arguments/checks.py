@@ -44,9 +44,6 @@ def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> N
     """Refuses keywords that a function, or a class by its ``__init__``, does not have.
 
     A function with ``**options: Unpack[Options]`` has the keys of that TypedDict. One with other ``**options`` has all.
-
-    Raises:
-      TypeError: an unknown keyword; says what to write for a name of another library, or names similar keywords.
     """
     known = _keywords(function)
     if not kwargs.keys() <= known and "**" not in known:
@@ -123,13 +120,6 @@ def parsed_options(what: str, text: str) -> dict[str, Any]:
 
     Other values stay strings, which `checked` refuses later.
 
-    Args:
-      what: the owner of the options, for errors.
-      text: the options.
-
-    Raises:
-      ValueError: an option has no value, or occurs twice.
-
     Example:
       >>> parsed_options("preset 'p'", "a=1,b=true,c=2x3")
       {'a': 1, 'b': True, 'c': (2, 3)}
@@ -162,11 +152,7 @@ def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
 
 
 def checked(what: str, value: Any, hint: Any) -> int:
-    """Returns a value that has the type and range of an annotation: bool, int, `Positive`, `Natural`, `Length`.
-
-    Raises:
-      ValueError: another type or range; ``what`` names the argument.
-    """
+    """Returns a value that has the type and range of an annotation: bool, int, `Positive`, `Natural`, `Length`."""
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{what} must be true or false, got {one_line(value)}")

@@ -8,7 +8,7 @@ import inspect
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 # Hints for an argument of another library: pairs (an argument here, the hint for functions that have it), the first
 # that fits; None fits all functions. ``{pattern}`` stands for the argument by which the function takes its pattern.
@@ -330,10 +330,6 @@ PRESETS = {
 def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
     """Returns the hint for one of some unknown arguments, None if no other library has them.
 
-    Args:
-      kwargs: keyword arguments that a function does not have.
-      known: names of the arguments that it has.
-
     Example:
       >>> advice({"n_heads": 8}, ("num_heads", "pattern"))
       "'n_heads', got 8: it is called num_heads= here"
@@ -363,8 +359,8 @@ def signature_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         parameters, args = parameters[1:], args[1:]
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(by_position):
-        names = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
-        by_name = f"; by name: {', '.join(names)}" if names else ""
+        names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] or _option_names(signature)
+        by_name = f"; by name: {', '.join(f'{name}=' for name in names)}" if names else ""
         hint = _BY_POSITION.get(tuple(by_position), "the others have names" if names else "no more")
         got = ", ".join(map(shown, args))
         return f"takes {', '.join(by_position) or 'nothing'} by position, got {got}: {hint}{by_name}"
@@ -375,6 +371,12 @@ def signature_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     names = ", ".join(f"{name}=" for name in missing)
     got = ", ".join(f"{name}={shown(value)}" for name, value in bound.items()) or "nothing"
     return "; ".join([f"{names} must be given, got {got}", *(_REQUIRED[x] for x in missing if x in _REQUIRED)])
+
+
+def _option_names(signature: inspect.Signature) -> list[str]:
+    """Returns the keys of the TypedDict of ``**options``, if a signature has such."""
+    kinds = [get_args(p.annotation) for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    return list(get_type_hints(kinds[0][0])) if any(kinds) else []
 
 
 def scorer_hint(value: Any) -> str:

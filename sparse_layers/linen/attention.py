@@ -10,9 +10,10 @@ from flax import linen as nn
 
 from ..arguments.checks import strict_kwargs
 from ..modules.core import AttentionCore
-from ..modules.options import KernelOptions, PrefillOptions
+from ..modules.options import KernelOptions, PrefillOptions, StepOptions
+from ..modules.rope import Rope, resolve_rope
 from ..modules.settings import check_array, check_features, projections_with_bias, query_features
-from ..modules.step import attention_step, check_inputs
+from ..modules.step import attention_step, check_inputs, refuse_dropout
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .settings import PatternSettings, SelfAttentionSettings
@@ -78,15 +79,9 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         positions: jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Applies attention to the inputs.
+        """Applies attention to inputs [..., T, F], and returns [..., T, out_features] in the layer's dtype.
 
-        Args:
-          inputs: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
-          segment_ids, selection, positions: see a call of `sparse_layers.SparseSelfAttention`.
-          sow_weights: must be False.
-
-        Returns:
-          [..., T, out_features] in the layer's dtype.
+        A call of `sparse_layers.SparseSelfAttention` documents the arguments.
 
         Raises:
           ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
@@ -99,44 +94,19 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, and caches their keys and values: ``layer.apply(..., method="prefill")``.
 
-        Args:
-          inputs: [B, T, F] with T <= seq_len.
-          lengths: int [B], tokens of each prompt, followed by padding; None for T.
-          **options: all other arguments of `sparse_layers.SparseSelfAttention.prefill`.
-
-        Returns:
-          (out [B, T, out_features] as of a call, the cache). The output of padding is undefined.
-
-        Raises:
-          ValueError, TypeError, NotImplementedError: see that method; settings, see the class.
+        `sparse_layers.SparseSelfAttention.prefill` documents arguments, results and errors.
         """
         return self._core(inputs).prefill(inputs, lengths, **options)
 
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one or more new tokens: ``layer.apply(..., method="decode_step")``.
 
-        Args:
-          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
-          cache: the cache of `prefill` or of the previous step.
-          position: int [B], the number of tokens before each token, or before the first of S.
-          selection, positions: see `sparse_layers.SparseSelfAttention.decode_step`.
-
-        Returns:
-          (out [B, out_features] or [B, S, out_features], the new cache).
-
-        Raises:
-          ValueError, TypeError, NotImplementedError: see that method; settings, see the class.
+        `sparse_layers.SparseSelfAttention.decode_step` documents arguments, results and errors.
         """
-        return self._core(inputs).decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core(inputs).decode_step(inputs, cache, position, **options)
 
     @nn.compact
     def _core(self, inputs: jax.Array) -> AttentionCore:
@@ -145,15 +115,16 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
                 "decode=True: a sparse pattern's cache is not Flax's dense one; apply the layer with method='prefill' "
                 "to (prompt, lengths), then with method='decode_step' to (token, cache, position)"
             )
-        return _make_core(self, inputs, "inputs", rope=self.rope, rope_theta=self.rope_theta)
+        return _make_core(self, inputs, "inputs", resolve_rope(self.rope, self.rope_theta))
 
 
-def _make_core(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> AttentionCore:
+def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = None) -> AttentionCore:
     """Makes the core of a Linen layer, with its projections, for these inputs of queries."""
     features, num_heads = (0, *jnp.shape(inputs))[-1], layer.num_heads
     check_features(name, inputs, "[..., features]", features)
     num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
     head_size = query_features(num_heads, features, layer.qkv_features, layer.head_dim) // num_heads
+    refuse_dropout(layer.dropout_rate)
     step = attention_step(
         layer.pattern,
         layer.lengths,
@@ -161,9 +132,8 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> Attenti
         num_kv_heads,
         head_size,
         layer.dtype,
-        dropout_rate=layer.dropout_rate,
+        rope=rope,
         **{name: getattr(layer, name) for name in KernelOptions.__optional_keys__},
-        **rope,
     )
     shared = {"dtype": layer.dtype, "param_dtype": layer.param_dtype}
     biases = projections_with_bias(layer.use_bias)
@@ -173,9 +143,9 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> Attenti
         return nn.DenseGeneral(features, name=name, use_bias=name in biases, precision=layer.precision, **options)
 
     def norm(name: str) -> nn.Module | None:
-        kinds = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
-        kind = kinds.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
-        return kind(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
+        rms_norms = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
+        make_norm = rms_norms.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
+        return make_norm(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
 
     scorer = step.fn.selection
     index_size = 0 if scorer is None else scorer.index_features(head_size)
@@ -218,12 +188,7 @@ class _JointRMSNorm(nn.RMSNorm):
 
 
 def _attend(
-    layer: Any,
-    inputs: dict[str, jax.Array],
-    segment_ids: Any,
-    selection: Any,
-    sow_weights: bool,
-    positions: Any = None,
+    layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selection: Any, sow_weights: bool, positions: Any = None
 ) -> jax.Array:
     """Applies a self-attention or cross-attention layer to one or two inputs, that of queries first."""
     for letter, (name, x) in zip("TS", inputs.items(), strict=False):
@@ -291,20 +256,12 @@ class SparseCrossAttention(PatternSettings):
         selection: Selection | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Applies attention of one input to the other, as `sparse_layers.SparseCrossAttention` does.
+        """Applies attention of inputs [..., T, F] to others [..., S, F'], and returns [..., T, out_features].
 
-        Args:
-          inputs_q: [..., T, F] with T <= q_len and any number of leading batch axes, including none.
-          inputs_kv: [..., S, any features] with S <= kv_len and the same leading axes.
-          segment_ids: a pair, int [..., T] of queries and int [..., S] of keys; negative ids are padding.
-          selection: the key blocks of each query within the pattern, selected at run time.
-          sow_weights: must be False.
-
-        Returns:
-          [..., T, out_features] in the layer's dtype.
+        A call of `sparse_layers.SparseCrossAttention` documents the arguments.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: see the NNX layer; settings, see the class.
+          ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         return _attend(self, inputs, segment_ids, selection, sow_weights)

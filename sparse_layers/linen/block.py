@@ -10,9 +10,9 @@ from flax import linen as nn
 
 from ..arguments.checks import strict_kwargs
 from ..modules.activations import GATED_ACTIVATIONS
-from ..modules.block import BLOCK_PROJECTIONS, check_input, decode_step, forward, prefill
-from ..modules.options import PrefillOptions
-from ..modules.settings import PROJECTIONS, check_order, projections_with_bias
+from ..modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
+from ..modules.options import PrefillOptions, StepOptions
+from ..modules.settings import BLOCK_PROJECTIONS, PROJECTIONS, check_order, projections_with_bias
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
@@ -126,20 +126,20 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
             settings["use_bias"] = tuple(name for name in PROJECTIONS if name in biases)
         if self.normalize_qk is True:
             settings["normalize_qk"] = self.norm
-        pre, post = (self.norm_placement in (name, "sandwich") for name in ("pre", "post"))
-        # The forward function of the NNX block, which all blocks share, reads these attributes by name.
+        pre, post = norm_positions(self.norm_placement)
         self.attention_norm, self.attention_out_norm = norm() if pre else None, norm() if post else None
         self.attention = layer(self.num_heads, **settings)
         self.mlp_norm, self.mlp_out_norm = norm() if pre else None, norm() if post else None
-        has_builtin_mlp = self.make_mlp is None
-        hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
-        dense = functools.partial(nn.Dense, use_bias="mlp" in biases, bias_init=self.bias_init, **shared)
-        self.mlp_in = dense(hidden, kernel_init=self.kernel_init) if has_builtin_mlp else None
-        self.mlp_gate = (
-            dense(hidden, kernel_init=self.kernel_init) if has_builtin_mlp and self.mlp in GATED_ACTIVATIONS else None
-        )
-        self.mlp_out = dense(self.features, kernel_init=out_init) if has_builtin_mlp else None
-        self.mlp_module = None if self.make_mlp is None else self.make_mlp()
+        self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = None
+        if self.make_mlp is None:
+            dense = functools.partial(nn.Dense, use_bias="mlp" in biases, bias_init=self.bias_init, **shared)
+            hidden = self.mlp_features or 4 * self.features
+            self.mlp_in = dense(hidden, kernel_init=self.kernel_init)
+            if self.mlp in GATED_ACTIVATIONS:
+                self.mlp_gate = dense(hidden, kernel_init=self.kernel_init)
+            self.mlp_out = dense(self.features, kernel_init=out_init)
+        else:
+            self.mlp_module = self.make_mlp()
         self.dropout = nn.Dropout(self.dropout_rate)
 
     @strict_kwargs
@@ -152,45 +152,34 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Applies the block.
+        """Applies the block to x [..., T, features], and returns an array like x.
 
         Args:
-          x: [..., T, features] with T <= seq_len.
-          segment_ids, selection, positions: see `SparseSelfAttention`.
+          x, segment_ids, selection, positions: see a call of `sparse_layers.SparseTransformerBlock`.
           deterministic: True switches dropout off, False on; None for the module's attribute.
 
-        Returns:
-          [..., T, features].
-
         Raises:
-          TypeError: an argument that is not an array.
-          ValueError: x of other features, or dropout that is neither switched on nor off; errors of
-            `SparseSelfAttention`.
+          ValueError, TypeError: see there; dropout that is neither switched on nor off.
         """
-        check_input(self.features, x, deterministic)
+        check_block_input(self.features, x, deterministic)
         # Flax's layer needs the flag even without dropout.
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection, positions)
+        options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
+        return (_apply_with_remat if self.remat else apply_block)(self, x, off, options)
 
     @strict_kwargs
     def prefill(
         self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies `SparseSelfAttention.prefill` and the MLP to [B, T, features]; returns (out, cache). No dropout."""
-        return prefill(self, x, lengths, **options)
+        return BlockCore.of(self).prefill(x, lengths, **options)
 
     @strict_kwargs
     def decode_step(
-        self,
-        x: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, x: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies `SparseSelfAttention.decode_step` and the MLP to [B, features]; returns (out, cache). No dropout."""
-        return decode_step(self, x, cache, position, selection, positions)
+        return BlockCore.of(self).decode_step(x, cache, position, **options)
 
 
-_rematerialized: Any = nn.remat(forward, static_argnums=(3,))
+_apply_with_remat: Any = nn.remat(apply_block, static_argnums=(2,))

@@ -11,8 +11,9 @@ from flax.typing import Dtype, PrecisionLike
 from ..arguments.checks import strict_kwargs
 from ..modules.native_sparse_cache import NSACache
 from ..modules.native_sparse_core import NativeSparseCore, branch_plans, checked_nsa, make_attributes, make_branches
-from ..modules.options import PrefillOptions
-from ..modules.settings import PROJECTIONS, check_features, projections_with_bias
+from ..modules.options import PrefillOptions, StepOptions
+from ..modules.rope import resolve_rope
+from ..modules.settings import PROJECTIONS, check_features, projections_with_bias, query_features
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
 from ..scorers import NSA
@@ -87,7 +88,7 @@ class NativeSparseAttention(SelfAttentionSettings):
     def plans(self) -> dict[str, Plan]:
         """The plans of the branches for the longest input (cached); `NSA` selects within that of "selected"."""
         pattern = checked_nsa(self.pattern)
-        fns: dict[str, Any] = make_branches(pattern, self.seq_len, **self._attributes(_KERNELS))
+        fns: dict[str, Any] = make_branches(pattern, self.seq_len, **self._attributes(*_KERNELS))
         return branch_plans(pattern, self.seq_len, **fns)
 
     @strict_kwargs
@@ -99,17 +100,9 @@ class NativeSparseAttention(SelfAttentionSettings):
         selection: Selection | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies attention to the inputs, see `sparse_layers.NativeSparseAttention`.
+        """Applies attention to inputs [..., T, F], and returns [..., T, out_features] in the layer's dtype.
 
-        Args:
-          inputs: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
-          segment_ids, selection, positions: see there.
-
-        Returns:
-          [..., T, out_features] in the layer's dtype.
-
-        Raises:
-          ValueError, TypeError: errors of `SparseSelfAttention`.
+        A call of `sparse_layers.NativeSparseAttention` documents arguments and errors.
         """
         return self._core(inputs).attend(inputs, segment_ids, selection, positions)
 
@@ -122,29 +115,27 @@ class NativeSparseAttention(SelfAttentionSettings):
 
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: NSACache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: NSACache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, NSACache]:
         """Applies attention to one new token [B, F] of each sequence, and returns (out, cache)."""
-        return self._core(inputs).decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core(inputs).decode_step(inputs, cache, position, **options)
 
     @nn.nowrap
-    def _attributes(self, names: tuple[str, ...]) -> dict[str, Any]:
+    def _attributes(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
     @nn.compact
     def _core(self, inputs: jax.Array) -> NativeSparseCore:
-        features = (0, *jnp.shape(inputs))[-1]
+        features, heads = (0, *jnp.shape(inputs))[-1], self.num_heads
         check_features("inputs", inputs, "[..., T, features]", features)
-        attributes = make_attributes(in_features=features, **self._attributes(_SIZES + _KERNELS))
-        heads, size, window = attributes["num_heads"], attributes["head_dim"], attributes["pattern"].window
-        kv_shape, biases = (3, attributes["num_kv_heads"], size), projections_with_bias(self.use_bias, self._bias_names)
-        shared = self._attributes(("dtype", "param_dtype", "precision"))
+        size = query_features(heads, features, self.qkv_features, self.head_dim) // heads
+        rope = resolve_rope(self.rope, self.rope_theta)
+        pattern, kernels = checked_nsa(self.pattern), self._attributes(*_KERNELS)
+        attributes = make_attributes(heads, self.num_kv_heads, size, pattern, self.seq_len, rope, self.dtype, **kernels)
+        kv_shape = 3, attributes["num_kv_heads"], size
+        out_features = features if self.out_features is None else self.out_features
+        biases = projections_with_bias(self.use_bias, self._bias_names)
+        shared = self._attributes("dtype", "param_dtype", "precision")
 
         def projection(name: str, out: Any, **options: Any) -> nn.Module:
             options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init} | shared | options
@@ -152,20 +143,16 @@ class NativeSparseAttention(SelfAttentionSettings):
 
         return NativeSparseCore(
             **attributes,
+            in_features=features,
+            out_features=out_features,
             query=projection("query", (heads, size)),
             key=projection("key", kv_shape),
             value=projection("value", kv_shape),
-            compress_key=Compression(window, size, name="compress_key", **shared),
-            compress_value=Compression(window, size, name="compress_value", **shared),
+            compress_key=Compression(pattern.window, size, name="compress_key", **shared),
+            compress_value=Compression(pattern.window, size, name="compress_value", **shared),
             gate=projection("gate", (3, heads)),
-            out=projection(
-                "out", attributes["out_features"], axis=(-2, -1), kernel_init=self.out_kernel_init or self.kernel_init
-            ),
+            out=projection("out", out_features, axis=(-2, -1), kernel_init=self.out_kernel_init or self.kernel_init),
         )
 
 
-_SIZES = (
-    *("num_heads", "num_kv_heads", "qkv_features", "head_dim", "out_features"),
-    *("pattern", "seq_len", "rope", "rope_theta", "dtype"),
-)
 _KERNELS = "scale", "implementation", "fwd_params", "bwd_params", "query_sharding"

@@ -228,11 +228,7 @@ def by_entry(masks: Sequence[Mask]) -> str:
 
 
 def _check_fields(mask: Mask) -> None:
-    """Refuses masks whose fields cannot be hashed and compared: equal masks share one plan.
-
-    Raises:
-      TypeError: names the class, the field and what to write.
-    """
+    """Refuses masks whose fields cannot be hashed and compared: equal masks share one plan."""
     kind = type(mask)
     owner = next(cls for cls in kind.__mro__ if "__eq__" in vars(cls))
     generated = owner is not object and not vars(owner)["_writes_eq"]

@@ -65,19 +65,7 @@ def check_masks(mask: "Mask", *names: str) -> None:
 
 
 def evaluate_rule(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
-    """Evaluates a mask's rule, often a user's, at positions and checks the answer.
-
-    Args:
-      what: the rule, for errors.
-      rule: takes ``arguments``, of which the last two are the positions q and k.
-
-    Returns:
-      Bools whose shape broadcasts to that of the positions.
-
-    Raises:
-      TypeError: the answer has another dtype or shape, or the rule cannot take arrays.
-      ValueError: the rule looks up a table that is too short.
-    """
+    """Evaluates a mask's rule, often a user's, and refuses what is not bools; the last ``arguments`` are q and k."""
     try:
         allowed = rule(*arguments)
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
@@ -159,9 +147,11 @@ class Mask:
         """True if kernels may trace ``mask(q, k)``: it uses operators only, and looks up no numpy table.
 
         A class that looks up a table says ``computable = False``. It is evaluated at plan time, never beyond the
-        lengths.
+        lengths. By default it is that of all masks among the fields.
         """
-        return True
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        entries = (entry for value in values for entry in (value if isinstance(value, tuple) else (value,)))
+        return all(entry.computable for entry in entries if isinstance(entry, Mask))
 
     def __call__(self, q: Any, k: Any) -> Any:
         """Returns True where query position q may attend to key position k: signed integer arrays that broadcast."""
@@ -341,10 +331,6 @@ class And(Mask):
     def __post_init__(self):
         check_masks(self, "left", "right")
 
-    @property
-    def computable(self) -> bool:
-        return self.left.computable and self.right.computable
-
     def __call__(self, q, k):
         return self.left(q, k) & self.right(q, k)
 
@@ -365,10 +351,6 @@ class Or(Mask):
     def __post_init__(self):
         check_masks(self, "left", "right")
 
-    @property
-    def computable(self) -> bool:
-        return self.left.computable and self.right.computable
-
     def __call__(self, q, k):
         return self.left(q, k) | self.right(q, k)
 
@@ -387,10 +369,6 @@ class Not(Mask):
 
     def __post_init__(self):
         check_masks(self, "mask")
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
 
     def __call__(self, q, k):
         # `== False` and not `~`: on a Python bool `~` is arithmetic.
@@ -415,10 +393,6 @@ class Transposed(Mask):
 
     def __post_init__(self):
         check_masks(self, "mask")
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
 
     def __call__(self, q, k):
         return self.mask(k, q)
@@ -461,10 +435,6 @@ class Blocks(Mask):
         check_masks(self, "mask")
         set_integers(self, 1, "block")
 
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
-
     def __call__(self, q, k):
         return self.mask(q // self.block, k // self.block)
 
@@ -505,10 +475,6 @@ class Shifted(Mask):
     def __post_init__(self):
         check_masks(self, "mask")
         set_integers(self, 0, "by", maximum=FARTHEST)  # q + by is computed in int32
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
 
     def __call__(self, q, k):
         return self.mask(q + self.by, k + self.by)

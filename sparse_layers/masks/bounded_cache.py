@@ -111,19 +111,8 @@ class BoundedCache(Generic[R]):
 def bounded_cache(extra_bytes: int = 256) -> Callable[[Callable[..., R]], BoundedCache[R]]:
     """Decorates a function of hashable arguments to cache its results, within one bound on bytes for all such caches.
 
-    Least recently used entries are evicted first. Threads may compute a result twice; all get the same object.
-
-    Args:
-      extra_bytes: bytes of an entry beside its arrays, such as a compiled program.
-
-    Example:
-      >>> import numpy as np
-      >>> from sparse_layers.masks.bounded_cache import bounded_cache
-      >>> @bounded_cache()
-      ... def squares(length):
-      ...     return np.arange(length) ** 2
-      >>> squares(4) is squares(4)
-      True
+    Least recently used entries are evicted first. Threads may compute a result twice; all get the same object. An entry
+    counts its arrays and ``extra_bytes``, such as those of a compiled program.
     """
     return lambda function: BoundedCache(function, extra_bytes)
 

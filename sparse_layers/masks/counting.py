@@ -15,33 +15,19 @@ _POINTS = 1 << 24  # pairs that an estimate evaluates
 
 
 class Count(NamedTuple):
-    """The result of `count`.
+    """The result of `count`."""
 
-    Attributes:
-      pairs: number of allowed (query, key) pairs.
-      causal: True if no evaluated pair with key > query is allowed.
-      looked_at: number of random pairs that ``pairs`` was estimated from; None if it is exact.
-    """
-
-    pairs: int
-    causal: bool
-    looked_at: int | None
+    pairs: int  # number of allowed (query, key) pairs
+    causal: bool  # True if no evaluated pair with key > query is allowed
+    looked_at: int | None  # number of random pairs that ``pairs`` was estimated from; None if it is exact
 
 
 @bounded_cache()
 def count(mask: Mask, q_len: int, kv_len: int, most: int = 1 << 28) -> Count:
-    """Counts the pairs that a mask allows.
+    """Counts the pairs that a mask allows, exactly up to 16384 tokens with the default ``most``; cached.
 
     A grid of at most 512 x 512 cells covers all pairs. EMPTY and FULL cells count by their size. PARTIAL ones are
     evaluated pair by pair or, if they hold more than ``most`` pairs, at 2**24 random pairs in all.
-
-    Args:
-      mask: any mask.
-      q_len, kv_len: numbers of queries and keys.
-      most: number of pairs that may be evaluated, at least 2**18.
-
-    Returns:
-      A `Count`, cached by the arguments; with the default ``most``, exact up to 16384 tokens.
 
     Example:
       >>> import sparse_layers as sl

@@ -68,11 +68,7 @@ class OnGrid(Mask):
 
 
 def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
-    """Returns the lengths of a grid's axes, checked; ``owner`` names the caller in errors.
-
-    Raises:
-      ValueError, TypeError: see `Grid`.
-    """
+    """Returns the lengths of a grid's axes, checked; ``owner`` names the caller in errors."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
         raise TypeError(f"{owner}: shape must be a sequence of lengths, got {shape!r}")
     lengths = tuple(n for n in map(as_int, shape) if n is not None and n > 0)
@@ -148,10 +144,6 @@ class Grid(OnGrid):
             object.__setattr__(self, name, value)
         set_integers(self, 0, "offset", optional=True)
 
-    @property
-    def computable(self) -> bool:
-        return all(mask.computable for mask in self.axes)
-
     def __call__(self, q, k):
         q, k = q - self.start, k - self.start
         allowed, stride = self._inside(q, k), self.size
@@ -217,10 +209,6 @@ class ColumnMajor(OnGrid):
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows, self.columns
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
 
     def __call__(self, q, k):
         q, k = q - self.start, k - self.start

@@ -7,11 +7,7 @@ from .grids import Neighborhood, OnGrid
 
 
 def check_lengths(mask: Mask, q_len: int, kv_len: int) -> None:
-    """Refuses a mask that contains an `Array` or a grid for fewer positions.
-
-    Raises:
-      ValueError: an `Array` is smaller, or a grid without an offset has fewer tokens.
-    """
+    """Refuses a mask that contains an `Array` or a grid for fewer positions."""
     for leaf, queries, keys in _leaves(mask, q_len, kv_len):
         length = max(queries, keys)
         if isinstance(leaf, Array) and not (queries <= leaf.array.shape[0] and keys <= leaf.array.shape[1]):

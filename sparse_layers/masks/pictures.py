@@ -64,13 +64,7 @@ def _refined(mask: "Mask", q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: n
 
 
 def as_html(mask: "Mask") -> str:
-    """Returns a mask's formula and its picture, over enough tokens to show the pattern.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> as_html(sl.Causal() & sl.Window(3))[:70]
-      '<figure style="margin: 0"><figcaption><code>Causal() &amp; Window(left'
-    """
+    """Returns a mask's formula and its picture, over enough tokens to show the pattern."""
     formula = shortened(repr(mask), FORMULA)
     try:
         q_len, kv_len = mask._picture_lengths()

@@ -46,9 +46,6 @@ def register_mask(cls: type) -> None:
 def write_static(owner: str, value: Any) -> bytes:
     """Returns the static data of a pytree of class ``owner`` as JSON.
 
-    Raises:
-      TypeError: a value, such as a function, cannot be read back as an equal one.
-
     Example:
       >>> import sparse_layers as sl
       >>> write_static("KVCache", (sl.Window(3), 40))
@@ -63,11 +60,7 @@ def write_static(owner: str, value: Any) -> bytes:
 
 
 def read_static(data: bytes) -> Any:
-    """Reads the result of `write_static`.
-
-    Raises:
-      ValueError: a class is not defined in this process.
-    """
+    """Reads the result of `write_static`."""
     return _value(json.loads(data))
 
 

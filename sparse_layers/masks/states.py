@@ -33,11 +33,7 @@ def product_state(states: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def merge_states(rectangles: Iterable[tuple[Any, Any]]) -> np.ndarray:
-    """Returns the state of a rectangle that disjoint rectangles make up.
-
-    Args:
-      rectangles: pairs (exists, state) of these: a bool array and an int8 array that broadcast.
-    """
+    """Returns the state of a rectangle that disjoint rectangles (exists, state), bools and int8, make up."""
     some = maybe_some = not_all = maybe_not_all = np.bool_(False)
     for exists, state in rectangles:
         some = some | (exists & ((state == PARTIAL) | (state == FULL)))

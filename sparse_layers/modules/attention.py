@@ -1,5 +1,6 @@
 """`SparseSelfAttention`: Flax's multi-head attention whose attention step follows a sparsity pattern."""
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any, Unpack
 
@@ -15,7 +16,7 @@ from ..scorers import Scorer
 from .attention_fn import Pattern
 from .core import AttentionCore
 from .index import IndexLoss
-from .options import LayerOptions
+from .options import LayerOptions, PrefillOptions, StepOptions
 from .rope import Rope
 from .sparse_attention import SparseAttention
 from .step import CallInputs, check_inputs
@@ -226,16 +227,7 @@ class SparseSelfAttention(SparseAttention):
 
     @strict_kwargs
     def prefill(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array | None = None,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
-        max_step: int = 1,
-        cache: KVCache | None = None,
-        start: int = 0,
-        total: int | None = None,
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, or to a chunk of them, and caches their keys and values for `decode_step`.
 
@@ -244,9 +236,10 @@ class SparseSelfAttention(SparseAttention):
           lengths: int [B], tokens of each prompt so far, followed by padding; None for start + T.
           selection: as in a call; for a chunk, that of its queries, over all blocks so far.
           positions: int [B, T] or [T], as in a call; None for start, start + 1, ...
-          max_step: the most tokens that a step will add, see `KVCache.empty`; for later chunks, that of their cache.
+          max_step: the most tokens that a step will add, 1 by default, see `KVCache.empty`; for later chunks, that of
+            their cache.
           cache: the cache of the previous chunk; None for the first chunk.
-          start: an int, the number of tokens in previous chunks.
+          start: an int, the number of tokens in previous chunks, 0 by default.
           total: an int, the number of tokens in all chunks; None for start + T. Only ``dense_below`` of a scorer
             reads it.
 
@@ -271,26 +264,11 @@ class SparseSelfAttention(SparseAttention):
           >>> bool(jnp.allclose(out, layer(x)[:, 32:], atol=1e-5))
           True
         """
-        return self._core.prefill(
-            inputs,
-            lengths,
-            selection=selection,
-            positions=positions,
-            max_step=max_step,
-            cache=cache,
-            start=start,
-            total=total,
-        )
+        return self._core.prefill(inputs, lengths, **options)
 
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one or more new tokens of each sequence, at the cost of the pattern's rows.
 
@@ -312,25 +290,10 @@ class SparseSelfAttention(SparseAttention):
           TypeError: inputs that are not an array, or a cache or selection of another type.
           NotImplementedError: a selection where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
-        return self._core.decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core.decode_step(inputs, cache, position, **options)
 
     @property
     def _core(self) -> AttentionCore:
-        return AttentionCore(
-            step=self.attention_fn,  # pyright: ignore[reportArgumentType] (an AttentionStep)
-            lengths=self.lengths,
-            in_features=self.in_features,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            query=self.query,
-            key=self.key,
-            value=self.value,
-            out=self.out,
-            query_ln=self.query_ln,
-            key_ln=self.key_ln,
-            index_query=self.index_query,
-            index_key=self.index_key,
-            sinks=self._sinks,
-        )
+        names = {field.name for field in dataclasses.fields(AttentionCore)} - {"step", "sinks"}
+        attributes: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return AttentionCore(**attributes, **{"step": self.attention_fn, "sinks": self._sinks})

@@ -150,15 +150,7 @@ class AttentionFn:
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
         def op(query, key, value, sinks):
-            return block_sparse_attention(
-                query,
-                key,
-                value,
-                plan,
-                scale=self.scale,
-                sinks=sinks,
-                **options,
-            )
+            return block_sparse_attention(query, key, value, plan, scale=self.scale, sinks=sinks, **options)
 
         out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
         return out.reshape(*batch, *out.shape[1:])
@@ -166,9 +158,7 @@ class AttentionFn:
     def attend_chunk(
         self,
         caches: tuple[KVCache, KVCache],
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        heads: tuple[jax.Array, jax.Array, jax.Array],
         start: int,
         total: int,
         *,
@@ -180,7 +170,7 @@ class AttentionFn:
 
         Args:
           caches: the caches before and after the chunk was written.
-          query, key, value: [B, C, heads, size], of tokens start to start + C - 1.
+          heads: query, key and value [B, C, heads, size], of tokens start to start + C - 1.
           start: number of tokens before the chunk.
           total: number of tokens of the prompts, which decides whether a scorer selects.
           selection, sinks, index: see `attend`.
@@ -189,6 +179,7 @@ class AttentionFn:
           [B, C, N, Hv].
         """
         self._check_selection(selection)
+        query = heads[0]
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # With no more blocks than a scorer selects, every query attends to all.
         if scorer is not None and pooled is not None and scorer.selects(total) and end > scorer.count * scorer.block:
@@ -201,9 +192,7 @@ class AttentionFn:
             query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
         return attend_chunk(
             *caches,
-            query,
-            key,
-            value,
+            *heads,
             start,
             selection=selection,
             sinks=sinks,
@@ -435,6 +424,6 @@ def make_attention_fn(
 def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
     fn = AttentionFn(masks, seq_len, *settings)
     # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
-    like = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
-    jax.eval_shape(fn, like, like, like)
+    array = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
+    jax.eval_shape(fn, array, array, array)
     return fn

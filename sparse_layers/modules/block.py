@@ -1,5 +1,6 @@
 """`SparseTransformerBlock`: a residual block of attention and an MLP."""
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, Unpack
 
@@ -14,15 +15,21 @@ from ..arguments.foreign import one_line
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
-from .activations import GATED_ACTIVATIONS, activate
+from .activations import GATED_ACTIVATIONS
 from .attention import SparseSelfAttention
 from .attention_fn import Pattern
+from .block_core import BlockCore, apply_block, check_block_input, norm_positions
 from .native_sparse_attention import NativeSparseAttention
-from .options import AttentionOptions, PrefillOptions
+from .options import AttentionOptions, PrefillOptions, StepOptions
 from .rope import Rope
-from .settings import PROJECTIONS, check_features, check_order, check_settings, check_stream, projections_with_bias
-
-BLOCK_PROJECTIONS = (*PROJECTIONS, "mlp")  # the projections of a block that may have biases
+from .settings import (
+    BLOCK_PROJECTIONS,
+    check_order,
+    check_settings,
+    check_stream,
+    projections_with_bias,
+    with_checked_settings,
+)
 
 
 class SparseTransformerBlock(nnx.Module):
@@ -95,6 +102,7 @@ class SparseTransformerBlock(nnx.Module):
     """
 
     @strict_kwargs
+    @with_checked_settings()
     def __init__(
         self,
         num_heads: int,
@@ -124,28 +132,6 @@ class SparseTransformerBlock(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[AttentionOptions],
     ):
-        check_settings(
-            num_heads=num_heads,
-            features=features,
-            num_layers=num_layers,
-            mlp_features=mlp_features,
-            mlp=mlp,
-            make_mlp=make_mlp,
-            norm=norm,
-            norm_epsilon=norm_epsilon,
-            norm_placement=norm_placement,
-            parallel=parallel,
-            normalize_qk=normalize_qk,
-            dropout_rate=dropout_rate,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            out_kernel_init=out_kernel_init,
-            remat=remat,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-            **options,
-        )
         check_order(num_heads, features, options.get("head_dim"))
         check_stream(rngs, "params", "the parameters")
         if dropout_rate:
@@ -163,11 +149,11 @@ class SparseTransformerBlock(nnx.Module):
         elif normalize_qk:
             qk_norm = {"normalize_qk": norm if normalize_qk is True else normalize_qk, "norm_epsilon": norm_epsilon}
 
-        def norm_at(placement: str) -> Any:
-            has_norm = norm_placement in (placement, "sandwich")
-            return make_norm(norm, features, epsilon=norm_epsilon, **shared) if has_norm else nnx.data(None)
+        def branch_norm(is_present: bool) -> Any:
+            return make_norm(norm, features, epsilon=norm_epsilon, **shared) if is_present else nnx.data(None)
 
-        self.attention_norm, self.attention_out_norm = norm_at("pre"), norm_at("post")
+        pre, post = norm_positions(norm_placement)
+        self.attention_norm, self.attention_out_norm = branch_norm(pre), branch_norm(post)
         self.attention = layer(
             num_heads,
             features,
@@ -183,23 +169,23 @@ class SparseTransformerBlock(nnx.Module):
             **qk_norm,
             **options,
         )
-        self.mlp_norm, self.mlp_out_norm = norm_at("pre"), norm_at("post")
+        self.mlp_norm, self.mlp_out_norm = branch_norm(pre), branch_norm(post)
+        self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = nnx.data(None)
         if make_mlp is None:
-            hidden = 4 * features if mlp_features is None else mlp_features
-            mlp_options = {"use_bias": "mlp" in biases, "bias_init": bias_init, **shared}
-            self.mlp_in = nnx.Linear(features, hidden, kernel_init=kernel_init, **mlp_options)
+            hidden = mlp_features or 4 * features
+            dense = functools.partial(nnx.Linear, use_bias="mlp" in biases, bias_init=bias_init, **shared)
+            self.mlp_in = dense(features, hidden, kernel_init=kernel_init)
             if mlp in GATED_ACTIVATIONS:
-                self.mlp_gate = nnx.Linear(features, hidden, kernel_init=kernel_init, **mlp_options)
-            self.mlp_out = nnx.Linear(hidden, features, kernel_init=out_kernel_init, **mlp_options)
+                self.mlp_gate = dense(features, hidden, kernel_init=kernel_init)
+            self.mlp_out = dense(hidden, features, kernel_init=out_kernel_init)
         else:
-            mlp_module = make_mlp(rngs)
-            if not callable(mlp_module):
+            module = make_mlp(rngs)
+            if not callable(module):
                 raise TypeError(
-                    f"make_mlp must make a module that maps [..., F] to the same, got {one_line(mlp_module)} of it"
+                    f"make_mlp must make a module that maps [..., F] to the same, got {one_line(module)} of it"
                 )
-            self.mlp_module = nnx.data(mlp_module)
-        self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
+            self.mlp_module = nnx.data(module)
         # Without dropout the block has no random state: its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
 
@@ -227,94 +213,26 @@ class SparseTransformerBlock(nnx.Module):
           ValueError: see `SparseSelfAttention`; a deterministic that is not a bool.
           TypeError: an argument that is not an array.
         """
-        check_input(self.features, x, deterministic)
-        return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection, positions)
+        check_block_input(self.features, x, deterministic)
+        options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
+        return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 
     @strict_kwargs
     def prefill(
         self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies `SparseSelfAttention.prefill` and the MLP to [B, T, features]; returns (out, cache). No dropout."""
-        return prefill(self, x, lengths, **options)
+        return BlockCore.of(self).prefill(x, lengths, **options)
 
     @strict_kwargs
     def decode_step(
-        self,
-        x: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, x: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies `SparseSelfAttention.decode_step` and the MLP to [B, features]; returns (out, cache). No dropout."""
-        return decode_step(self, x, cache, position, selection, positions)
+        return BlockCore.of(self).decode_step(x, cache, position, **options)
 
 
-def check_input(features: int, x: jax.Array, deterministic: bool | None = None, shape: str = "[..., T, {}]") -> None:
-    """Refuses wrong inputs of a block, NNX, Linen or Haiku, before its norm fails on them.
-
-    Raises:
-      ValueError, TypeError: see `SparseTransformerBlock.__call__`.
-    """
-    check_features("x", x, shape.format(features), features)
-    check_settings(deterministic=deterministic)
-
-
-def forward(
-    block: Any,
-    x: jax.Array,
-    segment_ids: jax.Array | None,
-    deterministic: bool | None,
-    selection: Selection | None = None,
-    positions: jax.Array | None = None,
-) -> jax.Array:
-    """Applies a block, NNX, Linen or Haiku, whose layers have the same names."""
-    options: Any = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
-    attended = block.attention(_apply_norm(block.attention_norm, x), **options)
-    return _add_branches(block, x, attended, deterministic)
-
-
-def prefill(block: Any, x: jax.Array, lengths: jax.Array | None, **options: Any) -> tuple[jax.Array, KVCache]:
-    """Applies a block, NNX or Linen, to prompts, and returns (out, cache)."""
-    check_input(block.features, x)
-    attended, cache = block.attention.prefill(_apply_norm(block.attention_norm, x), lengths, **options)
-    return _add_branches(block, x, attended, True), cache
-
-
-def decode_step(
-    block: Any,
-    x: jax.Array,
-    cache: KVCache,
-    position: jax.Array,
-    selection: Selection | None,
-    positions: jax.Array | None,
-) -> tuple[jax.Array, KVCache]:
-    """Applies a block, NNX or Linen, to new tokens, and returns (out, cache)."""
-    check_input(block.features, x, shape="[B, {}]")
-    options: Any = {"selection": selection, "positions": positions}
-    attended, cache = block.attention.decode_step(_apply_norm(block.attention_norm, x), cache, position, **options)
-    return _add_branches(block, x, attended, True), cache
-
-
-def _add_branches(block, x, attended, deterministic):
-    """Returns x plus the output of attention and that of the MLP, token by token."""
-    added = x + block.dropout(_apply_norm(block.attention_out_norm, attended), deterministic=deterministic)
-    normed = _apply_norm(block.mlp_norm, x if block.parallel else added)
-    if block.mlp_module is not None:
-        mlp_output = block.mlp_module(normed)
-    else:
-        hidden = block.mlp_in(normed)
-        gate = None if block.mlp_gate is None else block.mlp_gate(normed)
-        mlp_output = block.mlp_out(activate(block.mlp, hidden, gate))
-    return added + block.dropout(_apply_norm(block.mlp_out_norm, mlp_output), deterministic=deterministic)
-
-
-def _apply_norm(norm, x):
-    return x if norm is None else norm(x)
-
-
-_rematerialized = nnx.remat(forward, static_argnums=(3,))
+_apply_with_remat = nnx.remat(apply_block, static_argnums=(2,))
 
 
 def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:

@@ -20,7 +20,6 @@ class Compression(nnx.Module):
 
     def __init__(self, window: tuple[int, int], features: int, **options: Any):
         size, stride = window
-        self.size = size
         self.inner = nnx.Conv(features, features, size, stride, padding="VALID", **options)
         self.outer = nnx.Linear(features, features, **options)
 

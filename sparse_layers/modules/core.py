@@ -90,20 +90,21 @@ class AttentionCore:
                 raise ValueError("start must be the number of tokens before the chunk where a cache is given, got 0")
         if positions is None and start:
             positions = start + jnp.arange(length)
-        (query, key, value), index = self._rotated(inputs, positions)
+        heads, index = self._rotated(inputs, positions)
+        _, key, value = heads
         index_key = None if index is None else index.key
-        before = cache or self._empty_cache(key, index_key, max_step)
-        after = before.filled(key, value, lengths, index_key=index_key, start=start)
+        previous = cache or self._empty_cache(key, index_key, max_step)
+        filled = previous.filled(key, value, lengths, index_key=index_key, start=start)
         operands: dict[str, Any] = {"sinks": self.sinks, "selection": selection, "index": index}
         if length == total:
-            out = fn.attend(query, key, value, **operands)
+            out = fn.attend(*heads, **operands)
         else:
             # Attention reads the returned cache. Without this barrier XLA would fill a second one for it.
-            after = jax.lax.optimization_barrier(after)
-            out = fn.attend_chunk((before, after), query, key, value, start, total, **operands)
+            filled = jax.lax.optimization_barrier(filled)
+            out = fn.attend_chunk((previous, filled), heads, start, total, **operands)
         # Without this barrier XLA may fill the caches at the end of a program, and keep all layers' keys until then.
-        out, after = jax.lax.optimization_barrier((out, after))
-        return self.out(out), after
+        out, filled = jax.lax.optimization_barrier((out, filled))
+        return self.out(out), filled
 
     def decode_step(
         self,

@@ -26,13 +26,9 @@ class SparseCrossAttention(SparseAttention):
     do, rotate arrays with a `Rope` and call `block_sparse_attention`. The layer has no cache for decoding.
 
     Args:
-      num_heads: number of query heads N.
+      num_heads, qkv_features, out_features, num_kv_heads, head_dim: as in `SparseSelfAttention`.
       in_features: features F of the queries' input.
-      qkv_features: features of all query heads together, num_heads * head_dim; defaults to in_features.
-      out_features: features of the output; defaults to in_features.
-      num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
       in_kv_features: features of the input of keys and values; defaults to in_features.
-      head_dim: features of a head, instead of qkv_features.
       pattern: as in `SparseSelfAttention`; a numpy bool array is [q_len, kv_len] or [entries, q_len, kv_len].
       q_len, kv_len: the longest inputs of queries and of keys, in tokens; shorter ones use the upper left corner of the
         pattern.

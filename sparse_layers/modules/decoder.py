@@ -80,8 +80,9 @@ class _Static:
     def __eq__(self, other):
         if not isinstance(other, _Static) or self.hash != other.hash:
             return False
-        mine, theirs = self.value, other.value
-        return mine is theirs or (self.by_value and type(mine) is type(theirs) and bool(mine == theirs))
+        if self.value is other.value:
+            return True
+        return self.by_value and type(self.value) is type(other.value) and bool(self.value == other.value)
 
 
 def split(model: Any) -> tuple[Hashable, list[Any]]:
@@ -98,16 +99,16 @@ def split(model: Any) -> tuple[Hashable, list[Any]]:
     """
     arrays: list[Any] = []
 
-    def tree(value: Any, above: frozenset[int]) -> tuple[Hashable, ...]:
+    def tree(value: Any, ancestors: frozenset[int]) -> tuple[Hashable, ...]:
         leaves, structure = jax.tree.flatten(value)
-        return structure, *(leaf(x, above) for x in leaves)
+        return structure, *(leaf(x, ancestors) for x in leaves)
 
-    def leaf(x: Any, above: frozenset[int]) -> Hashable:
+    def leaf(x: Any, ancestors: frozenset[int]) -> Hashable:
         if isinstance(x, jax.Array | np.ndarray):
             arrays.append(x)
             return None
-        if id(x) not in above and _is_plain(x):
-            return type(x), *tree(vars(x), above | {id(x)})
+        if id(x) not in ancestors and _is_plain(x):
+            return type(x), *tree(vars(x), ancestors | {id(x)})
         return _Static(x)
 
     graph = None

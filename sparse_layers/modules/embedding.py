@@ -10,7 +10,7 @@ from flax import nnx
 from ..ops.kernels.numerics import accumulator_dtype
 
 # With more embeddings, a product with one-hot rows costs more than a scatter.
-_FEW = 1024
+_MAX_ONE_HOT = 1024
 
 
 class Embed(nnx.Embed):
@@ -33,39 +33,39 @@ class Embed(nnx.Embed):
         axes = jax.typeof(inputs).sharding.spec
         # On a mesh with explicit axes, JAX asks for the sharding of a look-up by sharded indices.
         out = jax.sharding.PartitionSpec(*axes, None) if any(axes) else None
-        if not (1 < self.num_embeddings <= _FEW and jnp.issubdtype(inputs.dtype, jnp.integer)):
+        if not (1 < self.num_embeddings <= _MAX_ONE_HOT and jnp.issubdtype(inputs.dtype, jnp.integer)):
             return super().__call__(inputs, out_sharding=out)
-        rows: Any = functools.partial(_rows, self.dtype)
+        look_up: Any = functools.partial(_look_up, self.dtype)
         if out is not None:
-            rows = jax.sharding.auto_axes(rows, out_sharding=out)
-        return rows(self.embedding[...], inputs)
+            look_up = jax.sharding.auto_axes(look_up, out_sharding=out)
+        return look_up(self.embedding[...], inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows(dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _look_up(dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take(table.astype(dtype), tokens, axis=0)
 
 
-def _rows_fwd(dtype, table, tokens):
-    # `_rows` itself has no forward derivative.
+def _look_up_fwd(dtype, table, tokens):
+    # `_look_up` itself has no forward derivative.
     return jnp.take(table.astype(dtype), tokens, axis=0), (table, tokens)
 
 
-def _rows_bwd(dtype, residuals, gradient):
+def _look_up_bwd(dtype, residuals, gradient):
     table, tokens = residuals
     # Negative tokens count from the end, as in `jnp.take`. Small dtypes cannot hold the number of rows.
     tokens = tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
-    hot = jax.nn.one_hot(jnp.where(tokens < 0, tokens + len(table), tokens), len(table), dtype=gradient.dtype)
-    over = tuple(range(tokens.ndim))
+    one_hot = jax.nn.one_hot(jnp.where(tokens < 0, tokens + len(table), tokens), len(table), dtype=gradient.dtype)
+    token_axes = tuple(range(tokens.ndim))
     # Products of zeros and ones are exact with bfloat16, and with float32 at the highest precision.
     sums = jax.lax.dot_general(
-        hot,
+        one_hot,
         gradient,
-        ((over, over), ((), ())),
+        ((token_axes, token_axes), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=accumulator_dtype(gradient.dtype),
     )
     return sums.astype(table.dtype), None
 
 
-_rows.defvjp(_rows_fwd, _rows_bwd)
+_look_up.defvjp(_look_up_fwd, _look_up_bwd)

@@ -91,8 +91,8 @@ def generate(
     elif padding_side == "left" and lengths is None:
         raise ValueError("lengths must say how many tokens each prompt has where padding_side='left', got None")
     has_known_lengths = not isinstance(lengths, jax.core.Tracer)
-    tokens, lengths, known = _parse_prompts(prompts, lengths)
-    longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
+    tokens, lengths, max_lengths = _parse_prompts(prompts, lengths)
+    longest, seq_len = int(max_lengths.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
@@ -104,7 +104,7 @@ def generate(
     vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths)
     # Checked in their own dtype: a wrong token could be a valid one in 32 bits.
     if has_known_lengths:
-        _check_tokens(tokens, known, vocab_size, padding_side)
+        _check_tokens(tokens, max_lengths, vocab_size, padding_side)
     tokens = _on_device(tokens)
     if top_k is not None:
         checked("top_k", top_k, Annotated[int, 1, vocab_size])
@@ -121,9 +121,10 @@ def generate(
     if padding_side == "left":
         tokens = _padded_right(tokens, lengths)
     static_args = _StaticArgs(static_model, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
+    inputs = _Inputs(arrays, tokens, lengths, _on_device(stops), sampling)
     if on_tokens is None:
-        return _generate(static_args, arrays, tokens, lengths, _on_device(stops), sampling)
-    return _generate_streaming(static_args, arrays, tokens, lengths, stops, sampling, on_tokens)
+        return _generate(static_args, inputs)
+    return _generate_streaming(static_args, inputs, stops, on_tokens)
 
 
 def _on_device(values: Any) -> Any:
@@ -172,25 +173,25 @@ def _parse_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, 
     count = checked_lengths(lengths, *tokens.shape)
     if lengths is None or isinstance(lengths, jax.core.Tracer):
         return tokens, count, np.full(len(tokens), tokens.shape[1])
-    known = np.asarray(lengths)
-    if known.min() < 1:
-        raise ValueError(f"lengths must be >= 1, got {known}")
-    return tokens, count, known
+    known_lengths = np.asarray(lengths)
+    if known_lengths.min() < 1:
+        raise ValueError(f"lengths must be >= 1, got {known_lengths}")
+    return tokens, count, known_lengths
 
 
 def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_size: int, padding_side: str) -> None:
     if not isinstance(tokens, jax.core.Tracer):
-        places = np.arange(tokens.shape[1])[:: 1 if padding_side == "right" else -1]
-        read = np.asarray(tokens)[places < lengths[:, None]]
-        if read.min() < 0 or read.max() >= vocab_size:
-            raise ValueError(f"prompts must hold tokens in 0..{vocab_size - 1}, got {read.min()} to {read.max()}")
+        positions = np.arange(tokens.shape[1])[:: 1 if padding_side == "right" else -1]
+        valid = np.asarray(tokens)[positions < lengths[:, None]]
+        if valid.min() < 0 or valid.max() >= vocab_size:
+            raise ValueError(f"prompts must hold tokens in 0..{vocab_size - 1}, got {valid.min()} to {valid.max()}")
 
 
 def _stops(stop_token: Any, vocab_size: int) -> np.ndarray | None:
     """Returns the stop tokens, int32 [n], or None without any."""
-    one = isinstance(stop_token, str | bytes) or getattr(stop_token, "ndim", 1) == 0  # an array may be a scalar
-    several = isinstance(stop_token, Collection) and not one
-    tokens = list(stop_token) if several else [] if stop_token is None else [stop_token]
+    is_scalar = isinstance(stop_token, str | bytes) or getattr(stop_token, "ndim", 1) == 0  # an array may be one
+    is_list = isinstance(stop_token, Collection) and not is_scalar
+    tokens = list(stop_token) if is_list else [] if stop_token is None else [stop_token]
     stops = [checked("stop_token", token, Annotated[int, 0, vocab_size - 1]) for token in tokens]
     return np.array(stops, np.int32) if stops else None
 
@@ -205,9 +206,8 @@ def _vocab_size(
     static_model: Hashable, chunk: int | None, arrays: list[Any], tokens: jax.Array, lengths: jax.Array
 ) -> int:
     """Returns the number of logits, by an abstract trace that the program then reuses."""
-    return _check_result("prefill", _prefill.eval_shape(static_model, chunk, arrays, tokens, lengths), len(tokens))[
-        0
-    ].shape[1]
+    result = _prefill.eval_shape(static_model, chunk, arrays, tokens, lengths)
+    return _check_result("prefill", result, len(tokens))[0].shape[1]
 
 
 def _check_result(
@@ -255,11 +255,22 @@ class _StaticArgs(NamedTuple):
     top_k: int | None
 
 
+class _Inputs(NamedTuple):
+    """The arrays of a program."""
+
+    arrays: list[Any]  # those of the model, of `split`
+    tokens: jax.Array  # [B, P]
+    lengths: jax.Array  # [B]
+    stops: jax.Array | None  # stop tokens [n]
+    sampling: dict[str, Any] | None  # the arguments of `sample` except top_k, None for argmax
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _generate(static, arrays, tokens, lengths, stops, sampling):
-    """Generates tokens in one program; ``sampling`` has the arguments of `sample` except top_k, None for argmax."""
-    token, caches, keys = _prefill_and_pick(static, arrays, tokens, lengths, sampling)
-    model = merge(static.model, arrays)
+def _generate(static, inputs):
+    """Generates tokens in one program."""
+    stops = inputs.stops
+    token, caches, keys = _prefill_and_pick(static, inputs)
+    model = merge(static.model, inputs.arrays)
     if hasattr(model, "unrolled"):
         model = model.unrolled()
 
@@ -271,27 +282,27 @@ def _generate(static, arrays, tokens, lengths, stops, sampling):
 
     def step(state):
         count, token, caches, generated = state
-        token, caches = _decode_and_pick(static, model, count, token, caches, lengths, stops, sampling, keys)
+        token, caches = _decode_and_pick(static, model, inputs, count, token, caches, keys)
         return count + 1, token, caches, generated.at[count].set(token)
 
-    generated = jnp.zeros((static.num_tokens, len(tokens)), jnp.int32).at[0].set(token)
+    generated = jnp.zeros((static.num_tokens, len(token)), jnp.int32).at[0].set(token)
     count, token, _, generated = jax.lax.while_loop(is_running, step, (1, token, caches, generated))
     return jnp.where(jnp.arange(static.num_tokens)[:, None] < count, generated, token[None]).T
 
 
-def _generate_streaming(static, arrays, tokens, lengths, stops, sampling, on_tokens):
+def _generate_streaming(static, inputs, stops, on_tokens):
     """Generates tokens in a Python loop, which passes the tokens of each step to ``on_tokens``."""
     # An ordered callback in the compiled loop would work under jit too. But each function would need a program of its
     # own, for one device only, and its exceptions, and Ctrl-C, would arrive as errors of JAX after the last step.
-    token, caches, keys = _prefill_and_pick(static, arrays, tokens, lengths, sampling)
+    token, caches, keys = _prefill_and_pick(static, inputs)
     if isinstance(token, jax.core.Tracer):
         raise ValueError(f"on_tokens must be None inside of jit, which computes nothing yet, got {one_line(on_tokens)}")
-    step, generated, stops_on_device = _compiled_step(static), [], _on_device(stops)
+    step, generated = _compiled_step(static), []
     for count in range(1, static.num_tokens + 1):
         current = token
         if count < static.num_tokens:  # the device computes the next step while the host handles this one
             number = _on_device(np.int32(count))
-            token, caches = step(arrays, number, token, caches, lengths, stops_on_device, sampling, keys)
+            token, caches = step(inputs, number, token, caches, keys)
         generated.append(jax.device_get(current))
         on_tokens(generated[-1])
         if stops is not None and np.isin(generated[-1], stops).all():
@@ -300,11 +311,11 @@ def _generate_streaming(static, arrays, tokens, lengths, stops, sampling, on_tok
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill_and_pick(static, arrays, tokens, lengths, sampling):
+def _prefill_and_pick(static, inputs):
     """Returns (the first token of each sequence; the caches; the random keys of all steps)."""
-    logits, caches = _prefill(static.model, static.chunk, arrays, tokens, lengths)
-    keys = None if sampling is None else jax.random.split(sampling["key"], static.num_tokens)
-    return _pick_token(static, logits, 0, sampling, keys), caches, keys
+    logits, caches = _prefill(static.model, static.chunk, inputs.arrays, inputs.tokens, inputs.lengths)
+    keys = None if inputs.sampling is None else jax.random.split(inputs.sampling["key"], static.num_tokens)
+    return _pick_token(static, logits, 0, inputs.sampling, keys), caches, keys
 
 
 @bounded_cache(extra_bytes=PROGRAM_BYTES)
@@ -312,20 +323,18 @@ def _compiled_step(static):
     """Returns the compiled `_decode_and_pick`, so that one look-up, which hashes the model, serves all steps."""
 
     @functools.partial(jax.jit, donate_argnames="caches")
-    def step(arrays, count, token, caches, lengths, stops, sampling, keys):
-        return _decode_and_pick(
-            static, merge(static.model, arrays), count, token, caches, lengths, stops, sampling, keys
-        )
+    def step(inputs, count, token, caches, keys):
+        return _decode_and_pick(static, merge(static.model, inputs.arrays), inputs, count, token, caches, keys)
 
     return step
 
 
-def _decode_and_pick(static, model, count, token, caches, lengths, stops, sampling, keys):
+def _decode_and_pick(static, model, inputs, count, token, caches, keys):
     """Returns (the tokens after ``token``, number ``count`` of each sequence; the caches)."""
-    result = model.decode_step(token, caches, lengths + count - 1)
+    result = model.decode_step(token, caches, inputs.lengths + count - 1)
     logits, caches = _check_result("decode_step", result, len(token), static.vocab_size, caches)
-    new = _pick_token(static, logits, count, sampling, keys)
-    return new if stops is None else jnp.where(_has_ended(token, stops), token, new), caches
+    next_token, stops = _pick_token(static, logits, count, inputs.sampling, keys), inputs.stops
+    return next_token if stops is None else jnp.where(_has_ended(token, stops), token, next_token), caches
 
 
 def _pick_token(static, logits, count, sampling, keys):

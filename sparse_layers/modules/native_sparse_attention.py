@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from .attention_fn import AttentionFn
 from .compression import Compression
 from .native_sparse_cache import NSACache
 from .native_sparse_core import BRANCHES, NativeSparseCore, branch_plans, make_attributes
-from .rope import Rope
-from .settings import PROJECTIONS, check_settings, check_stream, projections_with_bias
+from .options import PrefillOptions, StepOptions
+from .rope import Rope, resolve_rope
+from .settings import PROJECTIONS, check_stream, projections_with_bias, query_features, with_checked_settings
 
 
 class NativeSparseAttention(nnx.Module):
@@ -40,15 +41,11 @@ class NativeSparseAttention(nnx.Module):
     has the position of its window's first token. The layer is causal.
 
     Args:
-      num_heads: number of query heads N.
-      in_features: features F of the input.
-      qkv_features: features of all query heads together, num_heads * head_dim; defaults to in_features.
-      out_features: features of the output; defaults to in_features.
+      num_heads, in_features, qkv_features, out_features, head_dim: as in `SparseSelfAttention`.
       num_kv_heads: number of key and value heads of each branch, a divisor of num_heads; defaults to num_heads.
       pattern: the sizes of windows and blocks: `NSA`, or its name, ``"nsa:count=8"``.
       seq_len: the longest input, in tokens.
-      head_dim: features of a head, instead of qkv_features.
-      rope, rope_theta, scale, implementation, fwd_params, bwd_params, query_sharding: as in `SparseSelfAttention`.
+      rope, rope_theta, scale, implementation, fwd_params, bwd_params, query_sharding: as there.
       use_bias: True if projections have biases, or the names of those that do, including "gate"; phi always has biases.
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.
@@ -89,6 +86,7 @@ class NativeSparseAttention(nnx.Module):
     sliding: AttentionFn
 
     @strict_kwargs
+    @with_checked_settings()
     def __init__(
         self,
         num_heads: int,
@@ -116,47 +114,21 @@ class NativeSparseAttention(nnx.Module):
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        check_settings(
-            num_heads=num_heads,
-            in_features=in_features,
-            qkv_features=qkv_features,
-            out_features=out_features,
-            num_kv_heads=num_kv_heads,
-            seq_len=seq_len,
-            head_dim=head_dim,
-            rope=rope,
-            rope_theta=rope_theta,
-            scale=scale,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            out_kernel_init=out_kernel_init,
-            rngs=rngs,
-        )
         check_stream(rngs, "params", "the parameters")
         biases = projections_with_bias(use_bias, (*PROJECTIONS, "gate"))
-        attributes = make_attributes(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            in_features=in_features,
-            qkv_features=qkv_features,
-            head_dim=head_dim,
-            out_features=out_features,
-            pattern=pattern,
-            seq_len=seq_len,
-            rope=rope,
-            rope_theta=rope_theta,
-            dtype=dtype,
-            scale=scale,
-            implementation=implementation,
-            fwd_params=fwd_params,
-            bwd_params=bwd_params,
-            query_sharding=query_sharding,
-        )
+        head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
+        rope = resolve_rope(rope, rope_theta)
+        kernels = {
+            "scale": scale,
+            "implementation": implementation,
+            "fwd_params": fwd_params,
+            "bwd_params": bwd_params,
+            "query_sharding": query_sharding,
+        }
+        attributes = make_attributes(num_heads, num_kv_heads, head_dim, pattern, seq_len, rope, dtype, **kernels)
         for name, value in attributes.items():
             setattr(self, name, value)
+        self.in_features, self.out_features = in_features, out_features or in_features
         compression: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         shared: dict[str, Any] = compression | {"bias_init": bias_init}
 
@@ -217,16 +189,7 @@ class NativeSparseAttention(nnx.Module):
 
     @strict_kwargs
     def prefill(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array | None = None,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
-        max_step: int = 1,
-        cache: NSACache | None = None,
-        start: int = 0,
-        total: int | None = None,
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, NSACache]:
         """Applies attention to prompts [B, T, F], as `SparseSelfAttention.prefill` does, and returns (out, cache).
 
@@ -234,26 +197,11 @@ class NativeSparseAttention(nnx.Module):
           ValueError, TypeError: see there.
           NotImplementedError: a chunk of prompts, positions, or a max_step above 1.
         """
-        return self._core.prefill(
-            inputs,
-            lengths,
-            selection=selection,
-            positions=positions,
-            max_step=max_step,
-            cache=cache,
-            start=start,
-            total=total,
-        )
+        return self._core.prefill(inputs, lengths, **options)
 
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: NSACache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: NSACache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, NSACache]:
         """Applies attention to one new token [B, F], as `SparseSelfAttention.decode_step` does; returns (out, cache).
 
@@ -264,7 +212,7 @@ class NativeSparseAttention(nnx.Module):
           ValueError, TypeError: see there.
           NotImplementedError: positions.
         """
-        return self._core.decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core.decode_step(inputs, cache, position, **options)
 
     @property
     def _core(self) -> NativeSparseCore:

@@ -65,13 +65,13 @@ class NSACache:
             sizes: dict[str, Any] = {"batch": len(key), "head_size": key.shape[-1], "dtype": key.dtype}
             return KVCache.empty(mask, max_len, **sizes, **heads).filled(key, value, lengths)
 
-        rows, last = size + stride - 1, lengths[:, None] - 1  # these many hold the last full window, wherever it ends
+        rows, last = size + stride - 1, lengths[:, None] - 1  # so many rows hold the last full window, wherever it ends
         token_ids = (last - (last - jnp.arange(rows)[None]) % rows)[..., None, None]
         latest = (jnp.take_along_axis(x, jnp.maximum(token_ids, 0), axis=1) for x in (keys[0], values[0]))
-        full = jnp.maximum((lengths - size) // stride + 1, 0)
+        num_windows = jnp.maximum((lengths - size) // stride + 1, 0)
         return cls(
             tuple(jnp.where(token_ids < 0, 0, x) for x in latest),
-            fill_cache(Causal(), max(1, nsa.windows(seq_len)), key, value, full),
+            fill_cache(Causal(), max(1, nsa.windows(seq_len)), key, value, num_windows),
             fill_cache(Causal(), seq_len, keys[1], values[1], lengths),
             fill_cache(Causal() & Window(nsa.sliding - 1), seq_len, keys[2], values[2], lengths),
             nsa,
@@ -86,21 +86,23 @@ class NSACache:
         """
         size, stride = self.pattern.window
         rows = self.recent[0].shape[1]
-        put = jax.vmap(lambda x, row, new: x.at[row].set(new))
-        recent = tuple(put(x, position % rows, new) for x, new in zip(self.recent, (keys[0], values[0]), strict=True))
-        first = jnp.maximum(position - size + 1, 0) // stride * stride
-        tokens = ((first[:, None] + jnp.arange(size)[None]) % rows)[..., None, None]
+        set_row = jax.vmap(lambda x, row, new: x.at[row].set(new))
+        recent = tuple(
+            set_row(x, position % rows, new) for x, new in zip(self.recent, (keys[0], values[0]), strict=True)
+        )
+        start = jnp.maximum(position - size + 1, 0) // stride * stride
+        tokens = ((start[:, None] + jnp.arange(size)[None]) % rows)[..., None, None]
         cache = dataclasses.replace(
             self,
             recent=recent,
             blocks=self.blocks.written(keys[1], values[1], position),
             sliding=self.sliding.written(keys[2], values[2], position),
         )
-        return cache, tuple(jnp.take_along_axis(x, tokens, axis=1) for x in recent), first
+        return cache, tuple(jnp.take_along_axis(x, tokens, axis=1) for x in recent), start
 
-    def compressed(self, key: jax.Array, value: jax.Array, first: jax.Array) -> "NSACache":
-        """Writes a window, key and value [B, K, H], whose first token has position ``first``."""
-        windows = self.windows.written(key, value, first // self.pattern.pool_stride)
+    def compressed(self, key: jax.Array, value: jax.Array, start: jax.Array) -> "NSACache":
+        """Writes a window, key and value [B, K, H], whose first token has position ``start``."""
+        windows = self.windows.written(key, value, start // self.pattern.pool_stride)
         return dataclasses.replace(self, windows=windows)
 
     def attend(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +19,34 @@ from .attention_fn import AttentionFn
 from .cache_checks import check_step, checked_prompts
 from .core import Projection
 from .native_sparse_cache import NSACache
-from .rope import Rope, resolve_rope
-from .settings import query_features
+from .options import PrefillOptions
+from .rope import Rope
 from .step import check_inputs
 
 BRANCHES = "compressed", "selected", "sliding"
 
 
 def make_attributes(
-    *,
     num_heads: int,
     num_kv_heads: int | None,
-    in_features: int,
-    qkv_features: int | None,
-    head_dim: int | None,
-    out_features: int | None,
+    head_dim: int,
     pattern: NSA | str,
     seq_len: int,
     rope: Rope | None,
-    rope_theta: float | None,
     dtype: Dtype | None,
     **kernels: Any,
 ) -> dict[str, Any]:
-    """Checks the settings of `NativeSparseAttention`, NNX or Linen, and returns its attributes besides parameters.
+    """Checks the settings of `NativeSparseAttention`, NNX or Linen, and returns its attributes by name.
+
+    Parameters and the features of input and output are missing; ``kernels`` are options of `AttentionFn`.
 
     Raises:
       ValueError, TypeError, NotImplementedError: see `NativeSparseAttention`.
     """
-    nsa = checked_nsa(pattern)
+    nsa, seq_len = checked_nsa(pattern), int(seq_len)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
-    rope, seq_len = resolve_rope(rope, rope_theta), int(seq_len)
     if rope is not None:
         rope.pairs(head_dim, "head_dim")
     fns = make_branches(nsa, seq_len, **kernels)
@@ -67,8 +62,6 @@ def make_attributes(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "in_features": in_features,
-        "out_features": in_features if out_features is None else out_features,
         "pattern": nsa,
         "seq_len": seq_len,
         "rope": rope,
@@ -154,36 +147,27 @@ class NativeSparseCore:
         inputs = inputs.reshape(rows, *inputs.shape[-2:])
         ids: Any = None if segment_ids is None else segment_ids.reshape(rows, length)
         selection = jax.tree.map(lambda x: x.reshape(rows, *x.shape[-3:]), selection)
-
         if positions is not None and positions.ndim > 1:
             positions = positions.reshape(rows, length)
         out, *_ = self._forward(inputs, ids, selection, positions)
         return out.reshape(*batch, length, self.out_features)
 
     def prefill(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array | None = None,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
-        max_step: int = 1,
-        cache: NSACache | None = None,
-        start: int = 0,
-        total: int | None = None,
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, NSACache]:
         """Applies the layer to prompts; `NativeSparseAttention.prefill` documents the arguments."""
+        selection, total = options.pop("selection", None), options.pop("total", None)
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, None, selection)
         if total is not None and total != inputs.shape[-2]:
             raise NotImplementedError(
                 "NativeSparseAttention reads prompts as a whole, so chunk must be left out, got a chunk of "
                 f"{inputs.shape[-2]} of total={total} tokens"
             )
-        _refuse_options(positions=positions, max_step=max_step, cache=cache, start=start)
+        _refuse_options(**options)
         inputs, lengths = checked_prompts(inputs, lengths)
-        out, *kept = self._forward(inputs, None, selection)
+        out, *keys_and_values = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return out, NSACache.filled(self.pattern, self.seq_len, lengths, *kept, **heads)
+        return out, NSACache.filled(self.pattern, self.seq_len, lengths, *keys_and_values, **heads)
 
     def decode_step(
         self,
@@ -201,10 +185,10 @@ class NativeSparseCore:
         position = checked_positions(position, len(inputs), self.seq_len)
         inputs = inputs[:, None]
         query, keys, values = jax.tree.map(lambda x: x[:, 0], self._project(inputs, position[:, None]))
-        cache, (key, value), first = cache.written(keys, values, position)
-        key, value = self._compress_windows(key, value, first[:, None])
+        cache, (key, value), start = cache.written(keys, values, position)
+        key, value = self._compress_windows(key, value, start[:, None])
         # Behind a barrier, as in `KVCache.step`.
-        cache = jax.lax.optimization_barrier(cache.compressed(key[:, 0], value[:, 0], first))
+        cache = jax.lax.optimization_barrier(cache.compressed(key[:, 0], value[:, 0], start))
         compressed, selected, sliding = cache.attend(query, position, self.selected.scale, selection)
         return self._merge_branches(inputs, compressed[:, None], selected[:, None], sliding[:, None])[:, 0], cache
 
@@ -213,14 +197,14 @@ class NativeSparseCore:
     ) -> tuple[jax.Array, ...]:
         """Returns outputs [B, T, out_features], keys and values [B, T, K, H] of each branch, and those of windows."""
         (query, keys, values), nsa = self._project(inputs, positions), self.pattern
-        first = jnp.arange(max(1, nsa.windows(inputs.shape[1]))) * nsa.pool_stride
-        first = first if positions is None else positions[..., first]
-        pooled, value = self._compress_windows(self._pad_to_window(keys[0]), self._pad_to_window(values[0]), first)
+        starts = jnp.arange(max(1, nsa.windows(inputs.shape[1]))) * nsa.pool_stride
+        starts = starts if positions is None else positions[..., starts]
+        pooled, value = self._compress_windows(self._pad_to_window(keys[0]), self._pad_to_window(values[0]), starts)
         if selection is None:
             shared: Any = {"scale": self.selected.scale, "query_sharding": self.selected.query_sharding}
             selection = select_blocks(nsa, query, keys[1], ids, pooled=pooled, **shared)
-        ids_of_both = None if ids is None else (ids, self._window_ids(ids))
-        compressed = self.compressed.attend(query, pooled, value, segment_ids=ids_of_both)
+        compressed_ids = None if ids is None else (ids, self._window_ids(ids))
+        compressed = self.compressed.attend(query, pooled, value, segment_ids=compressed_ids)
         selected = self.selected.attend(query, keys[1], values[1], segment_ids=ids, selection=selection)
         sliding = self.sliding.attend(query, keys[2], values[2], segment_ids=ids)
         return self._merge_branches(inputs, compressed, selected, sliding), keys, values, pooled, value
@@ -228,15 +212,15 @@ class NativeSparseCore:
     def _project(self, inputs: jax.Array, positions: jax.Array | None = None) -> tuple[Any, ...]:
         """Returns queries of tokens [B, T, F], and the keys and values of each branch."""
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
-        (raw, *keys), values = ([x[:, :, c] for c in range(3)] for x in (key, value))
+        (unrotated, *keys), values = ([x[:, :, c] for c in range(3)] for x in (key, value))
         if self.rope is not None:
             query, *keys = (self.rope(x, positions) for x in (query, *keys))
-        return query, [raw, *keys], values
+        return query, [unrotated, *keys], values
 
-    def _compress_windows(self, key: jax.Array, value: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values of windows; ``first`` has the positions of their first tokens."""
+    def _compress_windows(self, key: jax.Array, value: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values of windows; ``starts`` has the positions of their first tokens."""
         key, value = self.compress_key(key), self.compress_value(value)
-        return key if self.rope is None else self.rope(key, first), value
+        return key if self.rope is None else self.rope(key, starts), value
 
     def _merge_branches(self, inputs: jax.Array, compressed: Any, selected: Any, sliding: Any) -> jax.Array:
         gates = jax.nn.sigmoid(self.gate(inputs))[..., None]
@@ -244,8 +228,8 @@ class NativeSparseCore:
 
     def _pad_to_window(self, x: jax.Array) -> jax.Array:
         """Pads [B, T, ...] to the size of a window, which no query attends to if it is padding."""
-        missing = max(0, self.pattern.pool_size - x.shape[1])
-        return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+        padding = max(0, self.pattern.pool_size - x.shape[1])
+        return jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
 
     def _window_ids(self, ids: Any) -> jax.Array:
         """Returns ids [B, windows] from ids [B, T]: -1 for windows with tokens of several documents."""

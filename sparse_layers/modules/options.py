@@ -129,11 +129,16 @@ class LoadedModelOptions(ComputeOptions, FlaxOptions, total=False):
     residual_sharding: jax.sharding.PartitionSpec | None
 
 
-class PrefillOptions(TypedDict, total=False):
-    """Options that a block passes to `SparseSelfAttention.prefill`, which documents them."""
+class StepOptions(TypedDict, total=False):
+    """Options of decoding steps; `SparseSelfAttention.decode_step` documents them."""
 
     selection: Selection | None
     positions: jax.Array | None
+
+
+class PrefillOptions(StepOptions, total=False):
+    """Options of ``prefill``; `SparseSelfAttention.prefill` documents them."""
+
     max_step: int
     cache: Any
     start: int

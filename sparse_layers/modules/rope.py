@@ -89,8 +89,8 @@ class Llama3Scaling:
         """Returns the radians per token of each pair, float64 [pairs]."""
         plain = _frequencies(theta, pairs)
         rotations = self.original_length * plain / (2 * math.pi)
-        kept = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
-        return plain * (kept + (1 - kept) / self.factor)
+        share = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
+        return plain * (share + (1 - share) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,15 +143,15 @@ class YarnScaling:
         """Returns the radians per token of each pair, float64 [pairs]."""
         plain = _frequencies(theta, pairs)
         # The fractional index of the pair that rotates fast, or slow, times within original_length tokens.
-        first, last = (
+        fast_pair, slow_pair = (
             pairs * math.log(self.original_length / (2 * math.pi * rotations), theta)
             for rotations in (self.fast, self.slow)
         )
         if self.rounded:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * pairs - 1)
-        slower = np.clip((np.arange(pairs) - first) / max(last - first, 1e-3), 0, 1)
-        return plain * (1 - slower + slower / self.factor)
+            fast_pair, slow_pair = math.floor(fast_pair), math.ceil(slow_pair)
+        fast_pair, slow_pair = max(fast_pair, 0), min(slow_pair, 2 * pairs - 1)
+        ramp = np.clip((np.arange(pairs) - fast_pair) / max(slow_pair - fast_pair, 1e-3), 0, 1)
+        return plain * (1 - ramp + ramp / self.factor)
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -165,8 +165,8 @@ def _check_numbers(scaling: Scaling, **above: float) -> None:
     for name, least in above.items():
         number = as_float(getattr(scaling, name))
         if number is None or number <= least:
-            what = f"{type(scaling).__name__}: {name}"
-            raise ValueError(f"{what} must be a number > {least:g}, got {getattr(scaling, name)!r}")
+            value = getattr(scaling, name)
+            raise ValueError(f"{type(scaling).__name__}: {name} must be a number > {least:g}, got {value!r}")
 
 
 @strict_kwargs
@@ -329,8 +329,8 @@ class Rope:
         angles = jnp.concatenate(list(map(axis_angles, self.coordinates(positions), pairs)), -1)[..., None, :]
         factor = 1.0 if self.scaling is None else self.scaling.attention_factor
         cosines, sines = factor * jnp.cos(angles), factor * jnp.sin(angles)
-        first, second, rest = jnp.split(x.astype(dtype), (sum(pairs), 2 * sum(pairs)), axis=-1)
-        rotated = (first * cosines - second * sines, second * cosines + first * sines, rest)
+        x1, x2, unrotated = jnp.split(x.astype(dtype), (sum(pairs), 2 * sum(pairs)), axis=-1)
+        rotated = (x1 * cosines - x2 * sines, x2 * cosines + x1 * sines, unrotated)
         return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 

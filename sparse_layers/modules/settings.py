@@ -1,7 +1,9 @@
 """The rules that settings of layers must follow, in NNX, Linen and Haiku alike."""
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,9 @@ from .options import FlaxOptions
 from .rope import Rope
 
 PROJECTIONS = "query", "key", "value", "out"  # of an attention layer, by their parameter names
+BLOCK_PROJECTIONS = (*PROJECTIONS, "mlp")  # the projections of a residual block that may have biases
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_settings(**settings: Any) -> None:
@@ -32,6 +37,31 @@ def check_settings(**settings: Any) -> None:
     for name, value in settings.items():
         if name in _RULES:
             _RULES[name](name, value)
+
+
+def with_checked_settings(*unchecked: str) -> Callable[[F], F]:
+    """Decorates a constructor so that `check_settings` first checks its arguments, except those named ``unchecked``.
+
+    Example:
+      >>> @with_checked_settings()
+      ... def make_layer(num_heads, *, dropout_rate=0.0): ...
+      >>> make_layer(0)
+      Traceback (most recent call last):
+      ValueError: num_heads must be an integer >= 1, got 0
+    """
+
+    def decorate(constructor: F) -> F:
+        names = list(inspect.signature(constructor).parameters)
+
+        @functools.wraps(constructor)
+        def checked_constructor(*args: Any, **kwargs: Any) -> Any:
+            settings = dict(zip(names, args, strict=False)) | kwargs
+            check_settings(**{name: value for name, value in settings.items() if name not in unchecked})
+            return constructor(*args, **kwargs)
+
+        return checked_constructor  # pyright: ignore[reportReturnType] (it has the constructor's signature)
+
+    return decorate
 
 
 def check_array(name: str, value: Any, shape: str) -> None:
@@ -165,19 +195,19 @@ def _dtype(name: str, value: Any) -> None:
 
 
 def _precision(name: str, value: Any) -> None:
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
-        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), one)
+        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), matrix)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{name} must be a jax.lax.Precision or the name of one, got {one_line(value)}: {error}"
         ) from error
 
 
-def _callable(what: str) -> Rule:
+def _callable(rule: str) -> Rule:
     def check(name: str, value: Any) -> None:
         if not callable(value):
-            raise TypeError(f"{name} must be {what}, got {one_line(value)}")
+            raise TypeError(f"{name} must be {rule}, got {one_line(value)}")
 
     return check
 
@@ -193,9 +223,10 @@ def _name(name: str, value: Any) -> None:
 
 
 def _key(name: str, value: Any) -> None:
-    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
-    if not (typed and value.ndim == 0) and not (raw and value.ndim == 1):
+    is_array = isinstance(value, jax.Array)
+    is_key = is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.ndim == 0
+    is_raw_key = is_array and value.dtype == jnp.uint32 and value.ndim == 1
+    if not (is_key or is_raw_key):
         raise ValueError(f"{name} must be one jax.random.key, got {one_line(value)}")
 
 

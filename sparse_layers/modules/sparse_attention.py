@@ -13,9 +13,9 @@ from ..ops.planning.plan import Plan
 from ..scorers import Scorer, scorer_of
 from .attention_fn import Pattern
 from .options import CrossOptions, KernelOptions
-from .rope import Rope
-from .settings import PROJECTIONS, check_settings, check_stream, projections_with_bias, query_features
-from .step import attention_step
+from .rope import Rope, resolve_rope
+from .settings import PROJECTIONS, check_stream, projections_with_bias, query_features, with_checked_settings
+from .step import attention_step, refuse_dropout
 
 
 class JointRMSNorm(nnx.RMSNorm):
@@ -40,6 +40,7 @@ class SparseAttention(nnx.MultiHeadAttention):
 
     _limits: ClassVar[tuple[str, ...]]  # names of the arguments that limit lengths
 
+    @with_checked_settings("dropout_rate")
     def __init__(
         self,
         num_heads: int,
@@ -58,20 +59,8 @@ class SparseAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs,
         **options: Unpack[CrossOptions],
     ):
-        check_settings(
-            num_heads=num_heads,
-            in_features=in_features,
-            qkv_features=qkv_features,
-            out_features=out_features,
-            num_kv_heads=num_kv_heads,
-            in_kv_features=in_kv_features,
-            head_dim=head_dim,
-            rope=rope,
-            rope_theta=rope_theta,
-            rngs=rngs,
-            **options,
-        )
         check_stream(rngs, "params", "the parameters")
+        refuse_dropout(dropout_rate)
         qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
         flax: dict[str, Any] = dict(options)
         use_sinks, epsilon = flax.pop("use_sinks", False), flax.pop("norm_epsilon", 1e-6)
@@ -84,9 +73,7 @@ class SparseAttention(nnx.MultiHeadAttention):
             num_heads if num_kv_heads is None else num_kv_heads,
             qkv_features // num_heads,
             options.get("dtype"),
-            rope=rope,
-            rope_theta=rope_theta,
-            dropout_rate=dropout_rate,
+            rope=resolve_rope(rope, rope_theta),
             **kernels,
         )
         super().__init__(
@@ -107,20 +94,25 @@ class SparseAttention(nnx.MultiHeadAttention):
             if name not in biases:
                 projection = getattr(self, name)
                 projection.use_bias, projection.bias = False, nnx.data(None)
-        for name, heads in (("query_ln", self.num_heads), ("key_ln", self.num_kv_heads)) if norm else ():
-            if norm in ("rms", "rms_joint"):
-                make, size = (nnx.RMSNorm, 1) if norm == "rms" else (JointRMSNorm, heads)
-                shared: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
-                shared |= {"promote_dtype": self.ln_promote_dtype}
-                shared["scale_metadata"] = flax.get(f"{name}_scale_metadata", {})
-                setattr(self, name, make(size * self.head_dim, epsilon=epsilon, **shared))
-            else:
-                getattr(self, name).epsilon = epsilon
+        if norm:
+            metadata = {name: flax.get(f"{name}_scale_metadata", {}) for name in ("query_ln", "key_ln")}
+            self._set_qk_norms(norm, epsilon, metadata, rngs)
         # Arrays are kept as masks: NNX would take an array for state, not for part of the layer's definition.
         self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else step.fn.masks
         for name, length in lengths.items():
             setattr(self, name, length)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+
+    def _set_qk_norms(self, norm: bool | str, epsilon: float, metadata: Mapping[str, Any], rngs: nnx.Rngs) -> None:
+        """Sets the epsilon of the norms of q and k, and replaces Flax's layer norms unless ``norm`` says "layer"."""
+        for name, heads in (("query_ln", self.num_heads), ("key_ln", self.num_kv_heads)):
+            if norm in ("rms", "rms_joint"):
+                make_norm, size = (nnx.RMSNorm, 1) if norm == "rms" else (JointRMSNorm, heads)
+                options: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+                options |= {"promote_dtype": self.ln_promote_dtype, "scale_metadata": metadata[name]}
+                setattr(self, name, make_norm(size * self.head_dim, epsilon=epsilon, **options))
+            else:
+                getattr(self, name).epsilon = epsilon
 
     def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
         yield reprlib.Object(type(self), same_line=True)

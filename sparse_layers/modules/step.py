@@ -14,10 +14,10 @@ from ..masks.adapters import by_entry
 from ..ops.kernels.validation import transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
-from ..scorers import Scorer, masks_and_scorer
+from ..scorers import masks_and_scorer
 from .attention_fn import AttentionFn, Pattern
 from .index import IndexProjections
-from .rope import Rope, resolve_rope
+from .rope import Rope
 from .settings import check_array, check_features, check_settings
 
 
@@ -64,6 +64,15 @@ class AttentionStep:
         return tuple(x.astype(dtype) for x in (query, key, value))
 
 
+def refuse_dropout(dropout_rate: Any) -> None:
+    """Raises ValueError unless the dropout rate of an attention layer is 0."""
+    if as_float(dropout_rate) != 0:
+        raise ValueError(
+            f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
+            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
+        )
+
+
 def attention_step(
     pattern: Pattern,
     lengths: Mapping[str, int],
@@ -72,32 +81,24 @@ def attention_step(
     head_size: int,
     dtype: Dtype | None,
     *,
-    dropout_rate: float,
     rope: Rope | None = None,
-    rope_theta: float | None = None,
-    selection: Scorer | str | None = None,
     size_name: str = "head_dim",
     **settings: Any,
 ) -> AttentionStep:
     """Makes the attention step of a self-attention or cross-attention layer of any library, and checks its settings.
 
     Args:
-      pattern, dropout_rate, rope, rope_theta, selection: see `SparseSelfAttention`.
+      pattern, rope: see `SparseSelfAttention`.
       lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} for cross-attention.
       num_heads, num_kv_heads, head_size, dtype: those of later calls; dtype None stands for float32.
       size_name: the name of head_size in errors.
-      **settings: the other fields of `AttentionFn`.
+      **settings: the other fields of `AttentionFn`, with a selection as in `SparseSelfAttention`.
 
     Raises:
       ValueError, NotImplementedError: see `SparseSelfAttention`.
     """
-    if as_float(dropout_rate) != 0:
-        raise ValueError(
-            f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
-            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
-        )
     check_settings(**lengths)
-    masks, scorer = masks_and_scorer(pattern, selection, list(lengths.values()))
+    masks, scorer = masks_and_scorer(pattern, settings.pop("selection", None), list(lengths.values()))
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
@@ -105,14 +106,13 @@ def attention_step(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    rope = resolve_rope(rope, rope_theta)
     index_size = scorer.index_features(head_size) if scorer is not None else 0
     if rope is not None:
         rope.pairs(head_size, size_name)
         if index_size:
             rope.pairs(index_size, "index_size")
-    q_len, *others = map(int, lengths.values())
-    kv_len = others[0] if others else q_len
+    sizes = [int(length) for length in lengths.values()]
+    q_len, kv_len = sizes[0], sizes[-1]
     step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope)
     # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
     query, key = (
@@ -121,8 +121,8 @@ def attention_step(
     )
     index: Any = None
     if index_size:
-        like = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
-        index = IndexProjections(*like)  # pyright: ignore[reportArgumentType] (shapes instead of arrays)
+        arrays = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
+        index = IndexProjections(*arrays)  # pyright: ignore[reportArgumentType] (shapes instead of arrays)
     jax.eval_shape(lambda q, k, i: step(q, k, k, mask=CallInputs(None, None, index=i)), query, key, index)
     return step
 
@@ -153,29 +153,33 @@ def check_inputs(
             f"sow_weights must be False, got {one_line(sow_weights)}: block-sparse attention never forms the attention "
             "probabilities"
         )
-    for letter, (name, x), size, (limit, most) in zip("TS", inputs.items(), features, lengths.items(), strict=False):
+    for letter, (name, x), size, (limit_name, limit) in zip(
+        "TS", inputs.items(), features, lengths.items(), strict=False
+    ):
         shape = f"[..., {letter}, {size}]"
         check_features(name, x, shape, size)
         if x.ndim < 2:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
         if x.shape[-2] == 0:
             raise ValueError(f"{name} must have at least one token, got shape {x.shape}")
-        if x.shape[-2] > most:
+        if x.shape[-2] > limit:
             raise ValueError(
-                f"{name}: got {x.shape[-2]} tokens, but the layer's pattern was compiled for {limit}={most}: there "
-                "must not be more"
+                f"{name}: got {x.shape[-2]} tokens, but the layer's pattern was compiled for {limit_name}={limit}: "
+                "there must not be more"
             )
         if segment_ids is None and len(lengths) == 1:
-            warn_of_batch(name, x.shape, most)
-    (first, query), *others = inputs.items()
-    for name, x in others:
+            warn_of_batch(name, x.shape, limit)
+    (query_name, query), *key_inputs = inputs.items()
+    for name, x in key_inputs:
         if x.shape[:-2] != query.shape[:-2]:
-            raise ValueError(f"{name} must have the leading axes of {first}, {query.shape[:-2]}, got shape {x.shape}")
+            raise ValueError(
+                f"{name} must have the leading axes of {query_name}, {query.shape[:-2]}, got shape {x.shape}"
+            )
     if segment_ids is not None:
-        if others and not (isinstance(segment_ids, tuple) and len(segment_ids) == 2):
+        if key_inputs and not (isinstance(segment_ids, tuple) and len(segment_ids) == 2):
             raise TypeError(f"segment_ids must be a pair (of queries, of keys) of arrays, got {one_line(segment_ids)}")
-        names = ("segment_ids of queries", "segment_ids of keys") if others else ("segment_ids",)
-        arrays: tuple[Any, ...] = segment_ids if others else (segment_ids,)
+        names = ("segment_ids of queries", "segment_ids of keys") if key_inputs else ("segment_ids",)
+        arrays: tuple[Any, ...] = segment_ids if key_inputs else (segment_ids,)
         for name, ids, x in zip(names, arrays, inputs.values(), strict=True):
             check_array(name, ids, "[..., T]")
             if ids.shape != x.shape[:-1]:
@@ -188,7 +192,7 @@ def check_inputs(
             raise TypeError(f"selection must be a Selection or None, got {type(selection).__name__}")
         if selection.ids.shape[:-3] != query.shape[:-2]:
             raise ValueError(
-                f"selection: ids must have the leading axes of {first}, {query.shape[:-2]}, and then rows, heads "
+                f"selection: ids must have the leading axes of {query_name}, {query.shape[:-2]}, and then rows, heads "
                 f"and blocks, got shape {selection.ids.shape}"
             )
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -25,7 +25,7 @@ from .cache_checks import checked_chunk
 from .embedding import Embed
 from .options import BlockOptions
 from .rope import Rope, resolve_rope
-from .settings import check_array, check_order, check_settings, check_stream
+from .settings import check_array, check_order, check_settings, check_stream, with_checked_settings
 from .step import check_positions
 
 
@@ -58,6 +58,19 @@ def _check_patterns(layer_patterns: tuple[Any, ...], selection: Any, seq_len: in
                     "a language model must not look ahead",
                     ", or causal=False for an encoder or a prefix LM",
                 )
+
+
+def _check_positions(
+    positions: str, seq_len: int, *, position_stride: int | None, rope: Any, rope_theta: float | None
+) -> None:
+    """Refuses settings of other positions than those of the model."""
+    if position_stride is not None and positions != "row_column":
+        raise ValueError(f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}")
+    if position_stride is not None and position_stride > seq_len:
+        raise ValueError(f"position_stride must lie in 1..seq_len={seq_len}, got {position_stride}")
+    for name, value in (("rope", rope), ("rope_theta", rope_theta)):
+        if value is not None and positions != "rope":
+            raise ValueError(f"{name}={value} needs positions='rope', got positions={positions!r}")
 
 
 def _layer_state(stacked: nnx.State, index: int) -> nnx.State:
@@ -139,6 +152,7 @@ class SparseTransformer(nnx.Module):
     """
 
     @strict_kwargs
+    @with_checked_settings("rope")
     def __init__(
         self,
         vocab_size: int,
@@ -167,29 +181,6 @@ class SparseTransformer(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[BlockOptions],
     ):
-        check_settings(
-            vocab_size=vocab_size,
-            num_heads=num_heads,
-            features=features,
-            num_layers=num_layers,
-            seq_len=seq_len,
-            causal=causal,
-            positions=positions,
-            position_stride=position_stride,
-            rope_theta=rope_theta,
-            embedding_scale=embedding_scale,
-            final_soft_cap=final_soft_cap,
-            embedding_init=embedding_init,
-            head_init=head_init,
-            tie_embeddings=tie_embeddings,
-            norm=norm,
-            norm_epsilon=norm_epsilon,
-            scan_layers=scan_layers,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-            **options,
-        )
         check_order(num_heads, features, options.get("head_dim"))
         check_stream(rngs, "params", "the parameters")
         check_sharding(residual_sharding, "residual_sharding")
@@ -198,22 +189,17 @@ class SparseTransformer(nnx.Module):
         layer_ropes = _layer_cycle("rope", rope, num_layers, scan_layers)
         for layer_rope in layer_ropes:
             check_settings(rope=layer_rope)
-        if position_stride is not None and positions != "row_column":
-            raise ValueError(
-                f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
-            )
-        if position_stride is not None and position_stride > seq_len:
-            raise ValueError(f"position_stride must lie in 1..seq_len={seq_len}, got {position_stride}")
-        for name, value in (("rope", rope), ("rope_theta", rope_theta)):
-            if value is not None and positions != "rope":
-                raise ValueError(f"{name}={value} needs positions='rope', got positions={positions!r}")
+        _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
         if positions == "rope" and (rope is None or rope_theta is not None):
             layer_ropes = (resolve_rope(rope, rope_theta) or Rope(),)
-        shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
+        self.residual_sharding = residual_sharding
+        self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
 
         def table(size: int, variance: float) -> Embed:
             init = embedding_init or nnx.initializers.normal(variance**0.5)
-            return Embed(size, features, embedding_init=init, **shared)
+            return Embed(size, features, embedding_init=init, rngs=rngs, **shared)
 
         self.token_embedding = table(vocab_size, 1 / features)
         self.position_embedding = table(seq_len, 1 / features) if positions == "learned" else nnx.data(None)
@@ -223,47 +209,46 @@ class SparseTransformer(nnx.Module):
             # Both tables together have the variance of the token embedding.
             self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
             self.column_embedding = table(stride, 1 / (2 * features))
-
-        def block(pattern: Any, rope: Rope | None, rngs: nnx.Rngs) -> SparseTransformerBlock:
-            return SparseTransformerBlock(
-                num_heads,
-                features,
-                pattern=pattern,
-                seq_len=seq_len,
-                num_layers=num_layers,
-                norm=norm,
-                norm_epsilon=norm_epsilon,
-                rope=rope,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-                **options,
-            )
-
-        self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
-        self.residual_sharding = residual_sharding
-        self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
-        cycle_length = math.lcm(len(layer_patterns), len(layer_ropes))
-        cycle = tuple(
-            (layer_patterns[i % len(layer_patterns)], layer_ropes[i % len(layer_ropes)]) for i in range(cycle_length)
+        make_block = functools.partial(
+            SparseTransformerBlock,
+            num_heads,
+            features,
+            seq_len=seq_len,
+            num_layers=num_layers,
+            norm=norm,
+            norm_epsilon=norm_epsilon,
+            **shared,
+            **options,
         )
-        if scan_layers:
-            num_cycles = num_layers // len(cycle)
+        self.blocks = self._make_blocks(make_block, layer_patterns, layer_ropes, rngs)
+        self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
+        self.head = nnx.data(None)
+        if not tie_embeddings:
+            init = head_init or nnx.initializers.zeros
+            self.head = nnx.Linear(features, vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **shared)
+
+    def _make_blocks(
+        self,
+        make_block: Callable[..., SparseTransformerBlock],
+        patterns: Sequence[Any],
+        ropes: Sequence[Any],
+        rngs: nnx.Rngs,
+    ) -> nnx.List:
+        """Makes a block for each layer; with scan_layers, stacked blocks for each layer of a cycle."""
+        makers = [
+            functools.partial(make_block, pattern=patterns[layer % len(patterns)], rope=ropes[layer % len(ropes)])
+            for layer in range(math.lcm(len(patterns), len(ropes)))
+        ]
+        if not self.scan_layers:
+            return nnx.List(makers[layer % len(makers)](rngs=rngs) for layer in range(self.num_layers))
+        num_cycles = self.num_layers // len(makers)
+
+        def make_stack(maker: Callable[..., SparseTransformerBlock]) -> SparseTransformerBlock:
             # The layer axis goes before all axis names of a partitioned initializer.
-            stacked = functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None})
-            self.blocks = nnx.List(
-                stacked(functools.partial(block, *settings))(rngs.split(num_cycles)) for settings in cycle
-            )
-        else:
-            self.blocks = nnx.List(block(*cycle[layer % len(cycle)], rngs) for layer in range(num_layers))
-        self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
-        self.head = (
-            nnx.data(None)
-            if tie_embeddings
-            else nnx.Linear(
-                features, vocab_size, use_bias=False, kernel_init=head_init or nnx.initializers.zeros, **shared
-            )
-        )
+            stacked = nnx.vmap(lambda rngs: maker(rngs=rngs), transform_metadata={nnx.PARTITION_NAME: None})
+            return stacked(rngs.split(num_cycles))
+
+        return nnx.List(map(make_stack, makers))
 
     @strict_kwargs
     def __call__(
@@ -338,12 +323,9 @@ class SparseTransformer(nnx.Module):
             instead of T tokens; caches, and the keys and values of one layer, stay. Programs grow with the number of
             chunks. The result is the same. Call it under `jax.jit`; a program with chunks has no gradients.
           positions: int [B, T] or [T], as in a call; None for start, start + 1, ... The caches do not depend on them.
-          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`; for later chunks, that of caches.
+          max_step, start, total: as in `SparseSelfAttention.prefill`.
           caches: the caches of the previous chunk; None for the first chunk. Donated to `jax.jit`
             (``donate_argnames``), they are updated in place.
-          start: an int, the number of tokens in previous chunks.
-          total: an int, the number of tokens in all chunks; None for start + T. Only ``dense_below`` of a scorer
-            reads it.
 
         Returns:
           (logits [B, V], float32, of the token after each prompt, undefined after one that does not end in this chunk;
@@ -363,42 +345,41 @@ class SparseTransformer(nnx.Module):
             raise TypeError(
                 f"caches must be those of the previous chunk where start is above 0, got None, start={start}"
             )
-        earlier: Sequence[Any] = [None] * self.num_layers if caches is None else caches
-        self._check_caches(earlier)
+        previous: Sequence[Any] = [None] * self.num_layers if caches is None else caches
+        self._check_caches(previous)
         if positions is not None:
             check_positions(positions, tokens.shape)
         blocks = self.layers
 
-        def read(first: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
-            chunk_slice = slice(first - start, first - start + chunk)
+        def read(begin: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
+            """Returns the caches after the chunk from token ``begin`` on, and features of each prompt's last token."""
+            chunk_slice = slice(begin - start, begin - start + chunk)
             chunk_positions = None if positions is None else positions[..., chunk_slice]
-            x = self._embed(
-                tokens[:, chunk_slice],
-                jnp.arange(start, end)[chunk_slice] if chunk_positions is None else chunk_positions,
-            )
-            lengths_so_far, new = jnp.minimum(lengths, first + x.shape[1]), []
-            options: Any = {"positions": chunk_positions, "start": first, "total": total, "max_step": max_step}
+            token_positions = jnp.arange(start, end)[chunk_slice] if chunk_positions is None else chunk_positions
+            x = self._embed(tokens[:, chunk_slice], token_positions)
+            lengths_so_far, new_caches = jnp.minimum(lengths, begin + x.shape[1]), []
+            options: Any = {"positions": chunk_positions, "start": begin, "total": total, "max_step": max_step}
             for block, cache in zip(blocks, caches, strict=True):
                 x, cache = block.prefill(x, lengths_so_far, cache=cache, **options)
-                new.append(cache)
-            row = (lengths_so_far - 1 - first)[:, None, None]
-            picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
-            return tuple(new), jnp.where(row[:, 0] < 0, last, picked)
+                new_caches.append(cache)
+            row = (lengths_so_far - 1 - begin)[:, None, None]
+            features = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
+            return tuple(new_caches), jnp.where(row[:, 0] < 0, last, features)
 
-        filled, last = read(start, earlier, 0.0)
-        for first in range(start + chunk, end, chunk):
+        filled, last = read(start, previous, 0.0)
+        for begin in range(start + chunk, end, chunk):
             # A compiler would first compute for all chunks whatever does not depend on caches, and keep the results.
             # A loop that runs only if a prompt is that long prevents this; the barrier hides its condition. A loop of
             # one iteration updates the caches in place, where the branches of a conditional may copy them.
-            reads = (jax.lax.optimization_barrier(lengths) > first).any()
-            if isinstance(reads, jax.core.Tracer):
+            is_needed = (jax.lax.optimization_barrier(lengths) > begin).any()
+            if isinstance(is_needed, jax.core.Tracer):
 
-                def read_chunk(state: Any, first: int = first) -> Any:
-                    return False, *read(first, *state[1:])
+                def read_once(state: Any, begin: int = begin) -> Any:
+                    return False, *read(begin, *state[1:])
 
-                _, filled, last = jax.lax.while_loop(lambda state: state[0], read_chunk, (reads, filled, last))
-            elif reads:
-                filled, last = read(first, filled, last)
+                _, filled, last = jax.lax.while_loop(lambda state: state[0], read_once, (is_needed, filled, last))
+            elif is_needed:
+                filled, last = read(begin, filled, last)
         return self._logits(last), filled
 
     @strict_kwargs
@@ -441,11 +422,11 @@ class SparseTransformer(nnx.Module):
             check_positions(positions, tokens.shape)
         position = checked_positions(position, len(tokens), self.seq_len, count)
         token_positions = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
-        x, new = self._embed(tokens, token_positions if positions is None else positions), []
+        x, new_caches = self._embed(tokens, token_positions if positions is None else positions), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position, positions=positions)
-            new.append(cache)
-        return self._logits(x), tuple(new)
+            new_caches.append(cache)
+        return self._logits(x), tuple(new_caches)
 
     def unrolled(self) -> "SparseTransformer":
         """Returns this model without the scan over layers, so that decoding copies no layer in each step."""
@@ -469,10 +450,9 @@ class SparseTransformer(nnx.Module):
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
         if 1 not in ndim and not 1 <= tokens.shape[-1] <= self.seq_len:
             raise ValueError(f"tokens: got {tokens.shape[-1]} tokens, but T must lie in 1..seq_len={self.seq_len}")
-
-        kept = jnp.iinfo(jax.dtypes.canonicalize_dtype(tokens.dtype))
-        if isinstance(tokens, np.ndarray) and tokens.size and not kept.min <= tokens.min() <= tokens.max() <= kept.max:
-            raise ValueError(f"tokens must fit into {kept.dtype}, got {tokens.min()} to {tokens.max()}")
+        info = jnp.iinfo(jax.dtypes.canonicalize_dtype(tokens.dtype))
+        if isinstance(tokens, np.ndarray) and tokens.size and not info.min <= tokens.min() <= tokens.max() <= info.max:
+            raise ValueError(f"tokens must fit into {info.dtype}, got {tokens.min()} to {tokens.max()}")
 
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens)

@@ -35,23 +35,14 @@ def attend_chunk(
     sinks: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Returns attention of a chunk's queries over the cache's pattern; the rows of padding are meaningless.
+    """Returns attention [B, C, N, Hv] of a chunk's queries over the cache's pattern; rows of padding are meaningless.
 
     Args:
       before, after: the cache without and with the chunk.
-      query: [B, C, N, H], of tokens start to start + C - 1.
-      key, value: [B, C, K, H] and [B, C, K, Hv], of the chunk.
-      start: tokens before the chunk.
+      query, key, value: [B, C, heads, size], of tokens ``start`` to start + C - 1.
       selection: the key blocks of each query, over all tokens up to the chunk's end; the cache must hold all keys in
         natural order.
-      sinks: [N] logits.
-      **options: others of `block_sparse_attention`.
-
-    Returns:
-      [B, C, N, Hv] in the dtype of query.
-
-    Raises:
-      NotImplementedError: as `KVCache.attend`.
+      sinks, **options: as of `block_sparse_attention`.
     """
     layout = after.layout
     groups = [(heads, [((x.mask,), x.store) for x in heads.cache_parts]) for heads in layout.heads]
@@ -92,12 +83,7 @@ def _visible_rows(
 ) -> tuple[RowOrder, jax.Array]:
     """Returns the order of the keys that a chunk's queries may see in a store, and these keys (or values) [B, L, n, H].
 
-    Args:
-      store: that keeps the keys.
-      before, after: the store's array without and with the chunk.
-      heads: n of the array's.
-      chunk: [B, C, n, H].
-      start: tokens before the chunk.
+    ``before`` and ``after`` are the store's array without and with the chunk [B, C, n, H]; n of its heads are read.
     """
     end, kept_order, classes = start + chunk.shape[1], store.order, store.classes
     if isinstance(store, GatheredCache):  # which drops no token

@@ -16,13 +16,7 @@ Axes = tuple[str, ...]
 
 
 def exchange_keys(exchange: Exchange, x: jax.Array, axes: Axes) -> jax.Array:
-    """Returns an array of keys after an exchange: [B, n, ...] -> [B, kv_rows, ...].
-
-    Args:
-      exchange: says which keys come.
-      x: the device's keys, values, or another array with a row for each key.
-      axes: mesh axes that the sequence is sharded over.
-    """
+    """Returns an array with a row for each key after an exchange of keys: [B, n, ...] -> [B, kv_rows, ...]."""
     if isinstance(exchange, AllToAll):
         return send_queries(exchange, x, axes)
     if isinstance(exchange, AllGather):

@@ -44,17 +44,11 @@ def attend(implementation: str, call: Call, query_sharding: Any, operands: Opera
 
 
 class _SubCall(NamedTuple):
-    """A call that a device computes: all of its own, or with context parallelism that of some queries and keys.
-
-    Attributes:
-      implementation: the name of the implementation.
-      call: the static part.
-      home: the device where its queries live, if that may be another one.
-    """
+    """A call that a device computes: all of its own, or with context parallelism that of some queries and keys."""
 
     implementation: str
     call: Call
-    home: shard_calls.QueryHome | None = None
+    home: shard_calls.QueryHome | None = None  # the device where its queries live, if that may be another one
 
     def send(self, x: jax.Array) -> jax.Array:
         """Sends an array by query to the device that computes."""

@@ -38,16 +38,8 @@ def implementations() -> tuple[str, ...]:
 def pick_implementation(name: str | None, call: Call, operands: Operands, is_whole: bool = True) -> str:
     """Returns the implementation of a call: the named one or, for None, the first that `rank_implementations` finds.
 
-    Warns once if that is a slow one on an accelerator.
-
-    Args:
-      name: the implementation that the caller named, or None.
-      call: the call.
-      operands: its arrays.
-      is_whole: False if the results are merged with others by lse, which not every implementation supports.
-
-    Raises:
-      NotImplementedError: the named one does not support the call, or none does; with reasons.
+    Warns once if that is a slow one on an accelerator. Without ``is_whole``, results are merged with others by lse,
+    which not every implementation supports.
     """
     if name is not None:
         reason = _unsupported(name, call, operands)
@@ -69,9 +61,6 @@ def rank_implementations(call: Call, operands: Operands, is_whole: bool = True) 
     """Returns the implementation that ``implementation=None`` picks, and the reasons against those before it.
 
     It logs nothing, so that tools may ask, too.
-
-    Raises:
-      NotImplementedError: no implementation supports the call; with reasons.
     """
     reasons: dict[str, str] = {}
     for name in implementation_order(platform()):

@@ -18,11 +18,7 @@ _warned: set[str] = set()
 def warn_of_heads(name: str, query: Sequence[int], keys: Sequence[int], length: int | None = None) -> None:
     """Warns if heads outnumber tokens: arrays probably are [B, N, T, H], or [B, T, F] without heads.
 
-    Args:
-      name: name of the function that reads them.
-      query: the shape of query, [..., T, N, H].
-      keys: (length, heads) of key and value.
-      length: the tokens that a function was made for, to which heads are compared; None if it takes any number.
+    ``keys`` is (length, heads) of key and value. ``length`` is what a function was made for; None for any number.
     """
     tokens, heads, _ = query[-3:]
     few = _FEW_HEADS if tokens > 1 and (length is None or heads == length) else _MAX_HEADS

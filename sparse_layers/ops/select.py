@@ -25,18 +25,7 @@ def select_blocks(
     query_sharding: jax.sharding.PartitionSpec | None = None,
     pooled: jax.Array | None = None,
 ) -> Selection | None:
-    """Selects key blocks for the queries of a sequence; None where all queries attend to all blocks.
-
-    Args:
-      scorer: the rule.
-      query: [B, T, N, H].
-      key: [B, T, K, H].
-      segment_ids, scale, query_sharding: as of `block_sparse_attention`.
-      pooled: as of `Scorer.select`.
-
-    Raises:
-      ValueError: the arrays are sharded in a way that `block_sparse_attention` refuses.
-    """
+    """Selects key blocks for the queries of a sequence; None where all queries attend to all blocks."""
     query_sharding = sharding.add_batch_axis(query_sharding, query)
     if not scorer.selects(query.shape[1]):
         return None

@@ -22,15 +22,10 @@ from .sharding import SequenceShards, Shard
 
 
 class QueryHome(NamedTuple):
-    """The device where queries live, for a call that another device may compute.
+    """The device where queries live, for a call that another device may compute."""
 
-    Attributes:
-      exchange: of the call's chunk of queries.
-      axes: mesh axes that the sequence is sharded over.
-    """
-
-    exchange: Exchange
-    axes: tuple[str, ...]
+    exchange: Exchange  # of the call's chunk of queries
+    axes: tuple[str, ...]  # mesh axes that the sequence is sharded over
 
     def send(self, x: jax.Array) -> jax.Array:
         """Sends the chunk's rows of an array of all local queries to the device that computes them."""
@@ -44,14 +39,7 @@ class QueryHome(NamedTuple):
 def split_call(
     call: Call, shard: Shard, operands: Operands, *, can_merge: bool
 ) -> Iterator[tuple[Call, QueryHome | None, Operands]]:
-    """Yields the calls that a device computes, with the operands of each.
-
-    Args:
-      call: that of all devices.
-      shard: the device's.
-      operands: the device's.
-      can_merge: True if results of several calls may be merged; else there is one call.
-    """
+    """Yields the calls that a device computes, each with its operands: one, unless results of several ``can_merge``."""
     sequence = shard.sequence
     assert sequence is not None
     if call.plan is None and not sequence.shards_keys:

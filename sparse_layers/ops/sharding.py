@@ -37,19 +37,12 @@ _SPLIT = "b", "n", "k", "v"
 
 @dataclasses.dataclass(frozen=True)
 class SequenceShards:
-    """A sequence over several devices, with context parallelism.
+    """A sequence over several devices, with context parallelism."""
 
-    Attributes:
-      axes: the mesh axes of these devices; their order is that of the tokens.
-      devices: their number.
-      length: tokens that are computed, as many on each device. The arrays may be shorter: they are padded.
-      shards_keys: True if keys are sharded as queries are; False if each device has all keys.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    length: int
-    shards_keys: bool
+    axes: tuple[str, ...]  # the mesh axes of these devices; their order is that of the tokens
+    devices: int  # their number
+    length: int  # tokens that are computed, as many on each device. The arrays may be shorter: they are padded.
+    shards_keys: bool  # True if keys are sharded as queries are; False if each device has all keys
 
     @property
     def first_token(self) -> jax.Array:
@@ -63,24 +56,16 @@ class SequenceShards:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The heads and tokens of one device.
+    """The heads and tokens of one device."""
 
-    Attributes:
-      heads: the number of query heads on all devices together.
-      kv_heads: the number of key heads on all devices together. A device holds those of its query heads only if
-        ``shards`` divides it, else all of them.
-      shards: the number of devices that the query heads are split over.
-      axes: the mesh axes of these devices; the index along them is the number of the shard.
-      kv_head_axes: names of the operands with key heads, each with the axis of these.
-      sequence: how the sequence is sharded; None if each device has all of it.
-    """
-
-    heads: int
+    heads: int  # the number of query heads on all devices together
+    # The number of key heads on all devices together. A device holds those of its query heads only if ``shards``
+    # divides it, else all of them.
     kv_heads: int
-    shards: int = 1
-    axes: tuple[str, ...] = ()
-    kv_head_axes: tuple[tuple[str, int], ...] = ()
-    sequence: SequenceShards | None = None
+    shards: int = 1  # the number of devices that the query heads are split over
+    axes: tuple[str, ...] = ()  # the mesh axes of these devices; the index along them is the number of the shard
+    kv_head_axes: tuple[tuple[str, int], ...] = ()  # names of the operands with key heads, each with the axis of these
+    sequence: SequenceShards | None = None  # how the sequence is sharded; None if each device has all of it
 
     @staticmethod
     def of(
@@ -193,10 +178,6 @@ def over_known_axes(
     The shard is None if the sharding of the operands is unknown: the mesh in force has no axes of type Explicit, and
     ``query_sharding`` is None. A sequence whose keys are sharded is padded to
     ``computed_length(tokens, devices, query heads of a key head)`` tokens.
-
-    Raises:
-      ValueError: an axis is sharded that the op is not mapped over, or not as that of the query; query_sharding names
-        such an axis, or one that the mesh does not have.
     """
     mesh = _mesh(operands)
     over_axes = _explicit_axes(mesh, operands)
@@ -228,11 +209,7 @@ def over_known_axes(
 
 
 def _sequence_shards(operands: Operands, mesh: Any, axes: tuple[str, ...], source: str) -> SequenceShards | None:
-    """Returns how the sequence is sharded over mesh axes; None on one device. Errors name ``source``.
-
-    Raises:
-      ValueError: axes in another order than the mesh's; queries that share a selection would lie on two devices.
-    """
+    """Returns how the sequence is sharded over mesh axes; None on one device. Errors name ``source``."""
     devices, (length, kv_len) = math.prod(mesh.shape[axis] for axis in axes), (x.shape[1] for x in operands[:2])
     if devices == 1:
         return None
@@ -287,11 +264,7 @@ def _dividing_axes(mesh: Any, shape: tuple[int, ...], spec: PartitionSpec, name:
 
 
 def add_batch_axis(spec: PartitionSpec | None, query: jax.Array) -> PartitionSpec | None:
-    """Returns the ``query_sharding`` of [B, T, N, H] from that of a query with or without a batch axis.
-
-    Raises:
-      ValueError: it has entries for other axes than those of the batch, the sequence and the heads.
-    """
+    """Returns the ``query_sharding`` of [B, T, N, H] from that of a query with or without a batch axis."""
     if spec is None:
         return None
     entries, tokens = tuple(spec), query.ndim - 3
@@ -311,11 +284,7 @@ def check_sharding(spec: Any, name: str) -> None:
 
 
 def constrained(x: jax.Array, spec: PartitionSpec | None, name: str) -> jax.Array:
-    """Returns x with a sharding constraint for the partitioner, if the axes of the mesh in force are Auto.
-
-    Raises:
-      ValueError: ``spec``, the argument ``name``, names axes that the mesh does not have.
-    """
+    """Returns x with a sharding constraint for the partitioner, if the axes of the mesh in force are Auto."""
     mesh = _mesh(x)
     if spec is None or not _is_auto(mesh):
         return x
@@ -372,11 +341,7 @@ def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands,
 
 
 def check_tpu_sharding(operands: Operands) -> None:
-    """Refuses a TPU kernel in a program of several devices if the sharding of the operands is unknown.
-
-    Raises:
-      ValueError: the mesh in force has several devices and axes of type Auto.
-    """
+    """Refuses a TPU kernel in a program of several devices if the sharding of the operands is unknown."""
     mesh = _mesh(operands)
     if _is_auto(mesh) and _on_tpu(mesh):
         raise ValueError(
@@ -397,16 +362,11 @@ def _on_tpu(mesh: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _PartitionedBackend:
-    """A backend's forward or backward, and how it is split.
+    """A backend's forward or backward, and how it is split."""
 
-    Attributes:
-      function: the backend's.
-      call: the static part of the call.
-      maps: for each `jax.vmap` around it, from the inside out, which of the arguments have an axis for it; it is first.
-    """
-
-    function: Callable[..., Any]
-    call: Call
+    function: Callable[..., Any]  # the backend's
+    call: Call  # the static part of the call
+    # For each `jax.vmap` around it, from the inside out, which of the arguments have an axis for it; it is first.
     maps: tuple[Any, ...]
 
     def mappable(self, *args: Any) -> Any:

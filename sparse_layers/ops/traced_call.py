@@ -26,24 +26,19 @@ ASSUMED_HEADS = 32
 
 
 class TracedCall(NamedTuple):
-    """The implementation of a call, and its launches.
+    """The implementation of a call, and its launches."""
 
-    Attributes:
-      implementation: one of `implementations`.
-      reasons: for each implementation that is preferred to it, why that one does not serve the call; {} if the call
-        names its implementation.
-      forward: the launches of the forward pass in their order; () for implementations that launch no kernels of ours.
-      backward: those of the backward pass.
-      notes: sentences about the launches: why some are not the implementation's own, and which ones are not listed.
-      error: the message of the NotImplementedError that the call raises, if it names an implementation that cannot
-        serve it; else None.
-    """
-
-    implementation: str
+    implementation: str  # one of `implementations`
+    # For each implementation that is preferred to it, why that one does not serve the call; {} if the call names its
+    # implementation.
     reasons: dict[str, str]
+    # The launches of the forward pass in their order; () for implementations that launch no kernels of ours.
     forward: tuple[bridge.RecordedLaunch, ...]
-    backward: tuple[bridge.RecordedLaunch, ...]
+    backward: tuple[bridge.RecordedLaunch, ...]  # those of the backward pass
+    # Sentences about the launches: why some are not the implementation's own, and which ones are not listed.
     notes: tuple[str, ...]
+    # The message of the NotImplementedError that the call raises, if it names an implementation that cannot serve it;
+    # else None.
     error: str | None = None
 
     def __str__(self) -> str:
@@ -86,22 +81,10 @@ def trace_call(
     recompute: bool = False,
     device: hardware.Device | None = None,
 ) -> TracedCall:
-    """Traces a call with a plan and one batch entry.
+    """Traces a call with a plan, which was made for the device, and one batch entry.
 
-    Args:
-      plan: the plan, made for the device.
-      dtype: of query, key and value.
-      head_size: of query, key and value.
-      heads: query heads and key heads; None for `assumed_heads` of both.
-      scorer: that selects blocks within the plan's masks, if one does.
-      segment_ids: whether the call has segment ids.
-      sinks: whether the call has sinks.
-      logits_soft_cap, scale, implementation: those of the call, as in `block_sparse_attention`.
-      recompute: whether the backward pass computes the forward pass again.
-      device: the GPU, which need not be there; None for the device at hand.
-
-    Raises:
-      ModuleNotFoundError: a GPU is given, and Triton is not installed.
+    ``heads`` are query heads and key heads; None for `assumed_heads` of both. With ``recompute``, the backward pass
+    computes the forward pass again. The GPU ``device`` need not be there; None for the device at hand.
     """
     if device is not None:
         bridge.check_triton()

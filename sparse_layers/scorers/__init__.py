@@ -18,12 +18,7 @@ from .methods import MoBA as MoBA
 
 
 def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
-    """Returns a scorer from a scorer, its name or None.
-
-    Raises:
-      ValueError: no scorer has the name, or see `Scorer.named`.
-      TypeError: another type.
-    """
+    """Returns a scorer from a scorer, its name or None."""
     if scorer is None or isinstance(scorer, Scorer):
         return scorer
     if not isinstance(scorer, str):
@@ -37,25 +32,13 @@ def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
 
 
 def scorer_of(pattern: Any) -> Scorer | None:
-    """Returns the scorer of a pattern that is a scorer or its name, else None.
-
-    Raises:
-      ValueError: see `Scorer.named`.
-    """
+    """Returns the scorer of a pattern that is a scorer or its name, else None."""
     pattern = Scorer.named(pattern) if isinstance(pattern, str) else pattern
     return pattern if isinstance(pattern, Scorer) else None
 
 
 def as_nsa(pattern: Any) -> NSA | None:
-    """Returns the scorer of a pattern that is `NSA` or its name, else None.
-
-    Raises:
-      ValueError: an unknown option, or a value out of range.
-
-    Example:
-      >>> as_nsa("nsa:count=8").count, as_nsa("causal")
-      (8, None)
-    """
+    """Returns the scorer of a pattern that is `NSA` or its name, else None."""
     scorer = scorer_of(pattern)
     return scorer if isinstance(scorer, NSA) else None
 
@@ -65,15 +48,8 @@ def masks_and_scorer(
 ) -> tuple[tuple[Mask, ...], Scorer | None]:
     """Returns the masks and the scorer of a layer. A scorer as the pattern means `Causal` with this scorer.
 
-    Args:
-      pattern: a scorer, its name, or any argument of `masks_for_lengths`.
-      selection: any argument of `as_scorer`.
-      lengths: the length of the sequence, or the lengths of queries and keys.
-      name: the pattern's name in errors.
-
-    Raises:
-      ValueError, TypeError: see `masks_for_lengths` and `as_scorer`; or two scorers, a scorer with a pattern that is
-        not causal or with queries and keys of different sequences, or `NSA`, which needs more than a mask and a scorer.
+    A pattern is a scorer, its name, or any argument of `masks_for_lengths`; a selection any argument of `as_scorer`.
+    ``lengths`` are that of the sequence, or those of queries and keys. Errors call the pattern ``name``.
     """
     scorer, pattern_scorer = as_scorer(selection), scorer_of(pattern)
     if isinstance(pattern, str) and pattern_scorer is None:

@@ -185,12 +185,7 @@ class Scorer(abc.ABC):
         """Returns the cost of a head's scores, in pairs of attention that cost the same.
 
         Scores take one product of a query with each window in its past; a pair of attention takes two. Pooling and the
-        search for the highest scores are not counted.
-
-        Args:
-          length: tokens of the sequence.
-          groups: query heads of a key head, which share the queries of an index.
-          head_size: features of a head.
+        search for the highest scores are not counted. The ``groups`` query heads of a key head share an index.
         """
         size, stride = self.window
         scored = int(np.maximum(0, (np.arange(1, length + 1) - size) // stride + 1).sum())
@@ -286,15 +281,9 @@ class Scorer(abc.ABC):
         pooled: jax.Array | None = None,
         first: jax.Array | int | None = None,
     ) -> Selection:
-        """Computes `select` without its checks, for a batch.
+        """Computes `select` without its checks, for a batch; ``segments`` are int [B, T] of queries and keys, or None.
 
-        Args:
-          query, scale, pooled, first: see `select`.
-          key: see `select`; only its length counts if there is ``pooled``.
-          segments: int [B, T] of queries and of keys, or None.
-
-        Returns:
-          A `Selection`, see `select`.
+        Of a key, only the length counts if there is ``pooled``.
         """
         query, key = jax.lax.stop_gradient((query, key))
         (batch, num_queries, heads, _), (length, kv_heads) = query.shape, key.shape[1:3]
@@ -343,19 +332,15 @@ class Scorer(abc.ABC):
         scale: float | None,
         fused: bool = False,
     ) -> jax.Array:
-        """Selects key blocks for R queries.
+        """Selects key blocks for R queries: returns ids [B, R, G, count].
 
         Args:
           query: [B, R, N, H].
           pooled: [B, W, K, H], as of `pool`.
-          position: int [B or 1, R], the queries' positions.
-          start: int [B or 1, R], the first tokens of their documents.
+          position, start: int [B or 1, R], the queries' positions, and the first tokens of their documents.
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
           fused: True if a kernel selects, and one computes the scores if it knows the formula.
-
-        Returns:
-          ids [B, R, G, count].
         """
         blocks, (size, stride), places = -(-length // self.block), self.window, (position, start)
         begin = (jnp.arange(pooled.shape[1]) * stride)[None, None]
@@ -415,15 +400,8 @@ def _last_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
     """Returns keys in which each window holds keys of its last document alone.
 
     Only later queries of that document may select the window. The mean of the document's keys replaces all other keys
-    of the window, which changes neither their mean nor their maximum.
-
-    Args:
-      key: [B, T, K, H], 0 in padding.
-      ids: int [B, T], the documents; negative in padding.
-      size: keys of a window.
-
-    Returns:
-      [B, T rounded down to full windows, K, H]: keys behind the last full window are not scored.
+    of the window, which changes neither their mean nor their maximum. Keys [B, T, K, H] are 0 in padding, where ids
+    [B, T] are negative; those behind the last full window are cut off, as they are not scored.
     """
     batch, windows = len(ids), ids.shape[1] // size
     full, shape = windows * size, (batch, windows, size)

@@ -57,13 +57,7 @@ _DECODE = ("triton", "xla")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, of the packages that matter here, and of what GPU kernels are assembled with.
-
-    Example:
-      >>> from sparse_layers.tools.doctor import versions
-      >>> list(versions())[:4]
-      ['Python', 'sparse-layers', 'numpy', 'jax']
-    """
+    """Returns the versions of Python, of the packages that matter here, and of what GPU kernels are assembled with."""
     table = {"Python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
     for label, names in _PACKAGES.items():
         installed = []
@@ -83,11 +77,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> list[str]:
-    """Returns a line for each device that JAX sees: its name, kind, compute capability and memory, if known.
-
-    Raises:
-      RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
-    """
+    """Returns a line for each device that JAX sees: its name, kind, compute capability and memory, if known."""
     lines = []
     for device in jax.local_devices():
         fields = [str(device), device.device_kind]
@@ -102,21 +92,7 @@ def devices() -> list[str]:
 def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str | None:
     """Returns why an implementation cannot serve the call of a check here; None if it can.
 
-    Args:
-      implementation: one of `sparse_layers.implementations()`.
-      check: the call that it is asked for.
-      unnamed: for a call with ``implementation=None``, where another one may be the better choice.
-
-    Returns:
-      What its ``unsupported`` says (unnamed, its ``not_preferred``, too), or which error it raised.
-
-    Raises:
-      KeyError: there is no such implementation.
-
-    Example:
-      >>> from sparse_layers.tools.doctor import PROBES, reason
-      >>> [reason("xla", probe) for probe in PROBES]
-      [None, None, None, None]
+    With ``unnamed``, for a call with ``implementation=None``, also why another one may be the better choice.
     """
     backend, plan = IMPLEMENTATIONS[implementation], check.plan(implementation)
     ids = check.segment_ids()
@@ -132,37 +108,19 @@ def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str
 
 
 def first_that_works(check: "Check") -> str:
-    """The implementation that ``implementation=None`` takes here for the call of a check.
-
-    Example:
-      >>> import jax
-      >>> from sparse_layers.tools.doctor import PROBES, first_that_works
-      >>> jax.default_backend() != "cpu" or first_that_works(PROBES[0]) == "xla"
-      True
-    """
+    """The implementation that ``implementation=None`` takes here for the call of a check."""
     candidates = platforms.implementation_order(platforms.platform())
     return next(name for name in candidates if reason(name, check, unnamed=True) is None)
 
 
 def made_for(implementation: str) -> str | None:
-    """The other platform whose kernels an implementation has, which here can be interpreted only; None if it has none.
-
-    Example:
-      >>> import jax
-      >>> from sparse_layers.tools.doctor import made_for
-      >>> made_for("xla") is None and (jax.default_backend() == "tpu" or made_for("pallas_tpu") == "tpu")
-      True
-    """
+    """The other platform whose kernels an implementation has, interpreted only here; None if it has none."""
     homes = [name for name, preferred in platforms.PREFERRED.items() if implementation in preferred]
     return homes[0] if homes and platforms.platform() not in homes else None
 
 
 def report() -> str:
-    """Returns versions, devices, and for each implementation whether it works on this machine, and why not.
-
-    Raises:
-      RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
-    """
+    """Returns versions, devices, and for each implementation whether it works on this machine, and why not."""
     table = versions()
     lines = ["versions", *(f"  {name:<14}{version}" for name, version in table.items())]
     platform_name = platforms.platform()
@@ -181,12 +139,9 @@ def report() -> str:
             lines.append(f"  {name:<14}{'' if len(calls) == 1 else ', '.join(names) + ': '}{text}")
     if platform_name == "gpu":
         lines += ["", f"what runs at {_LENGTH} tokens, bfloat16, {ASSUMED_HEADS} heads of 128, 1 batch entry"]
-        lines += [f"  {name}: {_indented(trace_call(make_plan(name, _LENGTH)))}" for name in _TRACED]
+        traced = {name: str(trace_call(make_plan(name, _LENGTH))) for name in _TRACED}
+        lines += [f"  {name}: {text}".replace("\n", "\n  ") for name, text in traced.items()]
     return "\n".join(lines)
-
-
-def _indented(text: Any) -> str:
-    return str(text).replace("\n", "\n  ")
 
 
 def _verdict(name: str, why: str | None, is_default: bool) -> str:
@@ -208,25 +163,15 @@ def _verdict(name: str, why: str | None, is_default: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One call whose values and gradients are compared with what is right.
+    """One call whose values and gradients are compared with what is right."""
 
-    Attributes:
-      name: what it shows.
-      mask: the pattern.
-      length: tokens; no multiple of any block size.
-      dtype: of query, key, value and out.
-      documents: whether there are segment ids: three documents, then padding.
-      block: block size of queries and keys; None leaves it to the library.
-      steps: of decoding, which add the last tokens; then out alone is compared, of these.
-    """
-
-    name: str
-    mask: Mask
-    length: int
-    dtype: str
-    documents: bool = False
-    block: int | None = None
-    steps: int = 0
+    name: str  # what it shows
+    mask: Mask  # the pattern
+    length: int  # tokens; no multiple of any block size
+    dtype: str  # of query, key, value and out
+    documents: bool = False  # whether there are segment ids: three documents, then padding
+    block: int | None = None  # block size of queries and keys; None leaves it to the library
+    steps: int = 0  # of decoding, which add the last tokens; then out alone is compared, of these
 
     def __str__(self):
         return f"{self.name}, T = {self.length}, {self.dtype}"
@@ -269,22 +214,14 @@ PROBES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-      implementation: which was checked.
-      check: on what.
-      shares: for each of `ANSWERS`, its largest error as a share of its budget: at most 1 is right. Empty if the call
-        raised.
-      seconds: time of compiling and running it.
-      error: what was raised, or None.
-    """
-
-    implementation: str
-    check: Check
+    implementation: str  # which was checked
+    check: Check  # on what
+    # For each of `ANSWERS`, its largest error as a share of its budget: at most 1 is right. Empty if the call raised.
     shares: dict[str, float]
-    seconds: float
-    error: str | None = None
+    seconds: float  # time of compiling and running it
+    error: str | None = None  # what was raised, or None
 
     @property
     def passed(self) -> bool:
@@ -302,13 +239,7 @@ class Result:
 
 
 def checks(implementation: str) -> list[Check]:
-    """Returns the checks of an implementation here: a tiny call if it is interpreted, else three calls and decoding.
-
-    Example:
-      >>> from sparse_layers.tools.doctor import checks
-      >>> [check.name for check in checks("xla")]
-      ['causal', 'strided chain', 'longformer, documents', 'decoding']
-    """
+    """Returns the checks of an implementation here: a tiny call if it is interpreted, else three calls and decoding."""
     if made_for(implementation):
         return [Check("strided", _preset("strided", local_attn_ctx=16), 75, "float32", block=16)]
     # Accelerators get the block sizes that users get, and a length at which they chain.
@@ -326,21 +257,9 @@ def checks(implementation: str) -> list[Check]:
 
 
 def self_check(implementations: Sequence[str] | None = None) -> Iterator[Result]:
-    """Compares values and gradients of implementations with float64, one check after the other.
+    """Compares values and gradients of implementations, None for all, with float64, one check after the other.
 
-    Args:
-      implementations: which to check; None means all of `sparse_layers.implementations()`.
-
-    Yields:
-      A `Result` for each of their `checks` that they can serve here. Errors that calls raise are results, too.
-
-    Raises:
-      KeyError: there is no such implementation.
-
-    Example:
-      >>> from sparse_layers.tools.doctor import self_check
-      >>> all(result.passed for result in self_check(["reference"]))
-      True
+    Yields a `Result` for each of their `checks` that they can serve here. Errors that calls raise are results, too.
     """
     for name in IMPLEMENTATIONS if implementations is None else implementations:
         yield from (_result(name, check) for check in checks(name) if reason(name, check) is None)
@@ -419,11 +338,7 @@ def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
 
 
 def examine() -> int:
-    """Prints the report, then the self-check line by line.
-
-    Returns:
-      The exit code: 0 if everything that works here is right, else 1.
-    """
+    """Prints the report, then the self-check line by line; returns the exit code, 1 if a result is wrong."""
     start = time.perf_counter()
     try:
         devices()

@@ -6,23 +6,14 @@ from typing import Any
 
 
 def checked_path(path: Any) -> pathlib.Path:
-    """Returns the path, if it is one.
-
-    Raises:
-      TypeError: it is no str or PathLike.
-    """
+    """Returns the path, if it is one."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a str or PathLike, got {path!r}")
     return pathlib.Path(path)
 
 
 def check_writable(file: pathlib.Path) -> None:
-    """Checks that a file can be written, or written anew.
-
-    Raises:
-      FileNotFoundError: its folder is missing.
-      PermissionError: the file, or the folder of a new file, is read-only.
-    """
+    """Checks that a file can be written, or written anew."""
     if not file.parent.is_dir():
         raise FileNotFoundError(f"path must lie in a folder that is there, got {str(file)!r}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):

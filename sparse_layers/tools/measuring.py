@@ -24,19 +24,12 @@ GAIN = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class TunedCall:
-    """The call of the op that is tuned, without its parameters.
+    """The call of the op that is tuned, without its parameters."""
 
-    Attributes:
-      options: arguments that are no arrays.
-      arrays: arguments without gradients: segment ids and a run-time mask.
-      shapes: of the arguments with gradients: query, key, value and perhaps sinks.
-      gradients: True if the backward is tuned, too.
-    """
-
-    options: dict[str, Any]
-    arrays: dict[str, Any]
-    shapes: dict[str, jax.ShapeDtypeStruct]
-    gradients: bool
+    options: dict[str, Any]  # arguments that are no arrays
+    arrays: dict[str, Any]  # arguments without gradients: segment ids and a run-time mask
+    shapes: dict[str, jax.ShapeDtypeStruct]  # of the arguments with gradients: query, key, value and perhaps sinks
+    gradients: bool  # True if the backward is tuned, too
 
     def compiled(self, fwd_params: FwdParams, bwd_params: BwdParams, **options: Any) -> tuple[Callable, Callable]:
         """Returns the functions for out and for the gradients, which compile at their first call."""
@@ -54,11 +47,7 @@ class TunedCall:
 def measure(
     call: TunedCall, candidates: Sequence[FwdParams | BwdParams], repeats: int
 ) -> tuple[list[Measured], Params]:
-    """Checks and measures candidates, those for the forward first.
-
-    Returns:
-      The table, and the best parameters in it.
-    """
+    """Checks and measures candidates, those for the forward first: returns the table, and the best parameters in it."""
     bench, best, table = _Bench(call), (FwdParams(), BwdParams()), []
     for kind in (FwdParams, BwdParams):
         mine = [candidate for candidate in candidates if isinstance(candidate, kind)]
@@ -135,12 +124,7 @@ class _Bench:
         return None
 
     def _budget(self, name: str, moved: jax.Array) -> np.ndarray:
-        """Returns the largest difference from the default's result that is rounding, for each group of rows.
-
-        Args:
-          name: of the result.
-          moved: the same result for neighbouring inputs.
-        """
+        """Returns the largest rounding error of each group of rows by ``moved``, the result of neighbouring inputs."""
         right = self.right[name]
         size = np.asarray(largest_by_rows(right, jnp.zeros_like(right)))
         if not np.isfinite(size).all():

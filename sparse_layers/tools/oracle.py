@@ -17,11 +17,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 def same_segment(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
-    """Returns the pairs with equal segment ids that are not negative: bool [B, 1, T, S].
-
-    Args:
-      q_ids: integers [B, T].
-      kv_ids: integers [B, S].
+    """Returns the pairs, bool [B, 1, T, S], with equal segment ids >= 0 of queries [B, T] and of keys [B, S].
 
     Example:
       >>> import numpy as np
@@ -167,9 +163,6 @@ def budgets(
       rough: answers of dense attention in the dtype of the call; names that it lacks get no budget.
       sizes: `DenseAttention.absolute_sums` or `DenseAttention.root_sum_squares`.
       dtype: that of the call.
-
-    Raises:
-      ArithmeticError: ``rough`` is not finite where ``right`` is, or finite elsewhere.
     """
     eps, measured = float(jnp.finfo(dtype).eps), {}
     for name in [name for name in rough if name in sizes]:

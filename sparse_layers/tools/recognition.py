@@ -41,13 +41,10 @@ def is_opaque(mask: Mask) -> bool:
 @functools.lru_cache(maxsize=64)
 @outside_trace()
 def recognize(mask: Mask, length: int) -> tuple[Mask, int] | None:
-    """Finds an expression of this package's masks with the same answers, for ``length`` queries and keys.
+    """Finds an expression of this package's masks with the same answers: returns it and the number of compared pairs.
 
     Sizes come from the first, middle and last query and the first key. Candidates are compared with the mask on all
-    pairs of the first and last 512 tokens, and on random pairs near the diagonal and elsewhere.
-
-    Returns:
-      The expression and the number of compared pairs; None if no candidate has the same answers.
+    pairs of the first and last 512 of ``length`` tokens, and on random pairs near the diagonal and elsewhere.
 
     Example:
       >>> import sparse_layers as sl

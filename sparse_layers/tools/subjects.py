@@ -24,35 +24,22 @@ _LEAVES = (str, bytes, int, float, complex, range, type, type(None), types.Modul
 
 
 class Planned(NamedTuple):
-    """A layer's plan, and what is known of the layer.
-
-    Attributes:
-      plan: the plan.
-      scorer: that chooses blocks within it, if one does.
-      heads: query heads and key heads, if they are known.
-      token: bytes of one token, if heads and their size are known.
-      dtype: the name of the dtype that it computes in, if it is known.
-      head_size: features of a head, if they are known.
-      sinks: whether heads have sinks.
-      logits_soft_cap, scale, implementation: those of the layer's calls of the op.
-      recompute: True if the backward pass computes the forward pass again.
-      segment_ids: True if calls have segment ids.
-      fixed: True if calls use this very plan, on each device.
-    """
+    """A layer's plan, and what is known of the layer."""
 
     plan: Plan
-    scorer: Scorer | None = None
-    heads: tuple[int, int] | None = None
-    token: TokenBytes | None = None
-    dtype: str | None = None
-    head_size: int | None = None
-    sinks: bool = False
+    scorer: Scorer | None = None  # that chooses blocks within it, if one does
+    heads: tuple[int, int] | None = None  # query heads and key heads, if they are known
+    token: TokenBytes | None = None  # bytes of one token, if heads and their size are known
+    dtype: str | None = None  # the name of the dtype that it computes in, if it is known
+    head_size: int | None = None  # features of a head, if they are known
+    sinks: bool = False  # whether heads have sinks
+    # logits_soft_cap, scale, implementation: those of the layer's calls of the op.
     logits_soft_cap: float | None = None
     scale: float | None = None
     implementation: str | None = None
-    recompute: bool = False
-    segment_ids: bool = False
-    fixed: bool = False
+    recompute: bool = False  # True if the backward pass computes the forward pass again
+    segment_ids: bool = False  # True if calls have segment ids
+    fixed: bool = False  # True if calls use this very plan, on each device
 
     @property
     def groups(self) -> int:
@@ -271,12 +258,7 @@ def _looked_at(subject: Any) -> str:
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
-    """Returns the lengths for which a mask is described.
-
-    Raises:
-      ValueError: q_len is missing, or a length is out of its range.
-      TypeError: q_len is missing where there is no mask.
-    """
+    """Returns the lengths for which a mask is described."""
     if q_len is None:
         try:
             as_masks(mask)

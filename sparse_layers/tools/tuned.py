@@ -118,12 +118,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
 
 
 def save_tuned(result: Tuned, file: pathlib.Path) -> None:
-    """Writes a new file for `load_tuned`, which appears under its name when it is complete.
-
-    Raises:
-      OSError: the file cannot be written.
-      FileExistsError: there is a file of this name. The result is then in the file that the message names.
-    """
+    """Writes a new file for `load_tuned`, which appears under its name when it is complete."""
     content = {"format": FORMAT, **dataclasses.asdict(result)}
     for params in (row[name] for row in (content, *content["table"]) for name in _PARAMS):
         for field in [field for field, value in params.items() if not value]:

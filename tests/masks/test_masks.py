@@ -262,12 +262,25 @@ def test_jax_computes_what_numpy_does(name):
         np.testing.assert_array_equal(result, expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class Doubled(sl.Mask):
+    """A user's mask that holds another one."""
+
+    mask: sl.Mask
+
+    def __call__(self, q, k):
+        return self.mask(2 * q, 2 * k)
+
+
 def test_tables_are_not_computable():
     array = TABLES["array"]
     assert not array.computable
     assert not (array & sl.Causal()).computable and not (sl.Causal() | array).computable
     assert not (~array).computable and not array.T.computable
     assert not sl.Blocks(array, 2).computable and not sl.Shifted(array, 2).computable
+    grid = sl.Grid((3, 2), (sl.Full(), array))
+    assert not grid.computable and not sl.ColumnMajor(3, 2, array).computable and sl.Grid((3, 2), sl.Full()).computable
+    assert not Doubled(array).computable and Doubled(sl.Causal()).computable
     assert not TABLES["mask_mod"].computable
     assert dataclasses.replace(TABLES["mask_mod"], traceable=True).computable
 

@@ -237,6 +237,11 @@ POSITIONS = [
     ("op(q, k, v, causal, 0.0, True)", "block_sparse_attention", "0.0, True", "causality is a mask"),
     ("dense_linen(op)", "block_sparse_attention", "query=float32[2, 32, 4, 4]", FLAX),
     ("layer(x, x, x)", "SparseSelfAttention.__call__", "takes inputs by position", ONE_INPUT),
+    (
+        "layer.prefill(x, x, x)",
+        "takes inputs, lengths by position",
+        "by name: selection=, positions=, max_step=, cache=",
+    ),
     ("of_linen(x, x)", "SparseSelfAttention.__call__", "got float32[2, 32, 16], float32[2, 32, 16]", ONE_INPUT),
     ("across(x, x, x)", "SparseCrossAttention.__call__", "takes inputs_q, inputs_kv by position", ONE_INPUT),
     ("across(x)", "SparseCrossAttention.__call__", "inputs_q=float32[2, 32, 16]", "inputs_kv= must be given"),

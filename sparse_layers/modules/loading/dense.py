@@ -83,9 +83,9 @@ def from_nnx(
             "flax.nnx.dot_product_attention first, and pass the rest as options (rope, logits_soft_cap, scale)"
         )
     sizes = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads")
-    kept = ("use_bias", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")
-    kept += ("ln_promote_dtype", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls")
-    settings = {name: getattr(dense, name) for name in sizes + kept} | _qk_norm(dense) | options
+    copied = ("use_bias", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")
+    copied += ("ln_promote_dtype", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls")
+    settings = {name: getattr(dense, name) for name in sizes + copied} | _qk_norm(dense) | options
     layer = _make_layer(pattern=pattern, seq_len=seq_len, **settings)
     # A dense layer may have been cast after its construction: without a param_dtype, its arrays keep their dtypes.
     convert = jnp.copy if "param_dtype" not in options else lambda x: jnp.array(x, options["param_dtype"])
@@ -98,16 +98,16 @@ def _qk_norm(dense: nnx.MultiHeadAttention) -> dict[str, Any]:
     """Returns the current norms of q and k, which may have changed since the dense layer was made.
 
     Raises:
-      ValueError: they are of another kind, or differ.
+      ValueError: they have another type, or differ.
     """
     if not dense.normalize_qk:
         return {}
     norms: list[Any] = [dense.query_ln, dense.key_ln]
-    kinds = {(type(norm), norm.epsilon) for norm in norms}
-    (kind, epsilon), *different = kinds
-    if different or kind not in _NORMS:
-        raise ValueError(f"normalize_qk: norms of q and k must be alike, LayerNorm or RMSNorm of Flax, got {kinds}")
-    return {"normalize_qk": _NORMS[kind], "norm_epsilon": epsilon}
+    settings = {(type(norm), norm.epsilon) for norm in norms}
+    (norm_type, epsilon), *different = settings
+    if different or norm_type not in _NORMS:
+        raise ValueError(f"normalize_qk: norms of q and k must be alike, LayerNorm or RMSNorm of Flax, got {settings}")
+    return {"normalize_qk": _NORMS[norm_type], "norm_epsilon": epsilon}
 
 
 def from_linen(
@@ -152,61 +152,67 @@ def from_linen(
         raise TypeError(f"params must be a mapping of a Linen layer's parameters, got {type(params).__name__}")
     if isinstance(params.get("params"), Mapping):
         raise ValueError("params: got a layer's variables; pass variables['params']")
-    values = {
-        path: array
-        for name, leaves in meta.unbox(dict(params)).items()
-        for path, array in (
-            [((name, leaf), array) for leaf, array in leaves.items()]
-            if isinstance(leaves, Mapping)
-            else [((name,), leaves)]
-        )
-    }
-    names = {".".join(path): jnp.shape(array) for path, array in values.items()}
-    if "sinks" in names and not options.get("use_sinks"):
+    values = _flat_params(params)
+    shapes = {".".join(path): jnp.shape(array) for path, array in values.items()}
+    if "sinks" in shapes and not options.get("use_sinks"):
         raise ValueError("params: has sinks, which need use_sinks=True")
-    projections, norms = ("query", "key", "value", "out"), ("query_ln", "key_ln")
-    use_bias = any(name.endswith(".bias") for name in names)
-    normalize_qk = any(name.partition(".")[0] in norms for name in names)
+    normalize_qk = any(path[0] in ("query_ln", "key_ln") for path in values)
     requested_norm = options.get("normalize_qk", normalize_qk)
     if bool(requested_norm) != normalize_qk:
         raise ValueError(
             f"normalize_qk: params have {'' if normalize_qk else 'no '}norms of q and k, got {requested_norm!r}"
         )
-    wanted = [f"{name}.kernel" for name in projections]
-    wanted += [f"{name}.bias" for name in projections if use_bias]
-    wanted += [f"{name}.scale" for name in norms if normalize_qk]
-    wanted += ["sinks"] * ("sinks" in names)
-    refuse_names(names, wanted, "params")
-    for name in ("query.kernel", "key.kernel", "out.kernel"):
-        if len(names[name]) != 3:
-            raise ValueError(f"params: {name} must have three axes, got shape {names[name]}")
-    features, heads, size = names["query.kernel"]
-    kv_heads, out = names["key.kernel"][1], names["out.kernel"][2]
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"params: the {kv_heads} heads of key.kernel must divide the {heads} of query.kernel")
-    shapes = {name: (features, n, size) for name, n in (("query", heads), ("key", kv_heads), ("value", kv_heads))}
-    fitting = {f"{name}.kernel": shape for name, shape in shapes.items()}
-    fitting |= {f"{name}.bias": shape[1:] for name, shape in shapes.items()}
-    fitting |= {"out.kernel": (heads, size, out), "out.bias": (out,)} | {f"{name}.scale": (size,) for name in norms}
-    fitting |= {"sinks": (heads,)}
-    refuse_shapes(names, fitting, "params")
-    rest: dict[str, Any] = dict(options)
-    dtype = rest.pop("param_dtype", None)
+    sizes = _linen_sizes(shapes, normalize_qk)
+    layer_options: dict[str, Any] = dict(options)
+    dtype = layer_options.pop("param_dtype", None)
     arrays: dict[PathParts, jax.Array] = {path: jnp.array(array, dtype) for path, array in values.items()}
-    layer = _make_layer(
-        num_heads=heads,
-        in_features=features,
-        qkv_features=heads * size,
-        out_features=out,
-        num_kv_heads=kv_heads,
-        pattern=pattern,
-        seq_len=seq_len,
-        use_bias=use_bias,
-        param_dtype=arrays["query", "kernel"].dtype,
-        **{"normalize_qk": normalize_qk} | rest,
-    )
+    settings = sizes | {"param_dtype": arrays["query", "kernel"].dtype, "normalize_qk": normalize_qk} | layer_options
+    layer = _make_layer(pattern=pattern, seq_len=seq_len, **settings)
     load_params(layer, arrays, "params")
     return layer
+
+
+def _flat_params(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Returns the arrays of a Linen layer's parameters by path; a leaf of params may be an array."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for name, leaves in meta.unbox(dict(params)).items():
+        named = leaves.items() if isinstance(leaves, Mapping) else [(None, leaves)]
+        flat |= {(name,) if leaf is None else (name, leaf): array for leaf, array in named}
+    return flat
+
+
+def _linen_sizes(shapes: Mapping[str, tuple[int, ...]], normalize_qk: bool) -> dict[str, Any]:
+    """Returns the sizes and use_bias of a layer whose parameters have these shapes.
+
+    Raises:
+      ValueError: unknown or missing names, or shapes that do not fit.
+    """
+    projections, norms = ("query", "key", "value", "out"), ("query_ln", "key_ln")
+    use_bias = any(name.endswith(".bias") for name in shapes)
+    expected_names = [f"{name}.kernel" for name in projections]
+    expected_names += [f"{name}.bias" for name in projections if use_bias]
+    expected_names += [f"{name}.scale" for name in norms if normalize_qk]
+    refuse_names(shapes, expected_names + ["sinks"] * ("sinks" in shapes), "params")
+    for name in ("query.kernel", "key.kernel", "out.kernel"):
+        if len(shapes[name]) != 3:
+            raise ValueError(f"params: {name} must have three axes, got shape {shapes[name]}")
+    features, heads, size = shapes["query.kernel"]
+    kv_heads, out_features = shapes["key.kernel"][1], shapes["out.kernel"][2]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"params: the {kv_heads} heads of key.kernel must divide the {heads} of query.kernel")
+    expected: dict[str, tuple[int, ...]] = {"out.kernel": (heads, size, out_features), "out.bias": (out_features,)}
+    for name, n in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
+        expected |= {f"{name}.kernel": (features, n, size), f"{name}.bias": (n, size)}
+    expected |= {f"{name}.scale": (size,) for name in norms} | {"sinks": (heads,)}
+    refuse_shapes(shapes, expected, "params")
+    return {
+        "num_heads": heads,
+        "in_features": features,
+        "qkv_features": heads * size,
+        "out_features": out_features,
+        "num_kv_heads": kv_heads,
+        "use_bias": use_bias,
+    }
 
 
 def _make_layer(**settings: Any) -> SparseSelfAttention:
@@ -241,11 +247,7 @@ def refuse_fixed(options: Iterable[str], fixed: Collection[str], source: str) ->
 def refuse_names(names: Collection[str], expected: Collection[str], source: str) -> None:
     """Raises ValueError unless names are those expected."""
     unknown, missing = ([n for n in a if n not in set(b)] for a, b in ((names, expected), (expected, names)))
-    wrong = [
-        f"{kind} {abbreviate(kind_names)}"
-        for kind, kind_names in (("unknown", unknown), ("missing", missing))
-        if kind_names
-    ]
+    wrong = [f"{fault} {abbreviate(x)}" for fault, x in (("unknown", unknown), ("missing", missing)) if x]
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
 

@@ -46,18 +46,18 @@ class Config:
             raise ValueError(f"{self.file}: {by} must divide {name}={size}, got {divisor}")
         return size, divisor
 
-    def one_of(self, name: str, served: Collection[Any], rule: str = "", default: Any = None) -> Any:
-        """Returns a setting that is one of the served values."""
+    def one_of(self, name: str, allowed: Collection[Any], rule: str = "", default: Any = None) -> Any:
+        """Returns a setting that has one of the allowed values."""
         value = self.get(name, default)
-        if not any(value is x if isinstance(value, bool) or isinstance(x, bool) else value == x for x in served):
-            rule = rule or " or ".join(map(repr, served))
+        if not any(value is x if isinstance(value, bool) or isinstance(x, bool) else value == x for x in allowed):
+            rule = rule or " or ".join(map(repr, allowed))
             raise ValueError(f"{self.file}: {name} must be {rule}, got {value!r}")
         return value
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Settings that must have one of these values. The first is the default.
-_SERVED = {
+_SUPPORTED = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -71,8 +71,8 @@ _SERVED = {
 }
 # The scalings of rotary position embeddings by Hugging Face's names, and its names of their fields that differ.
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-NUMBERS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
-NUMBERS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
+SCALING_KEYS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
+SCALING_KEYS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
 
 
 def read_settings(config: Config) -> tuple["Family", dict[str, Any]]:
@@ -85,56 +85,60 @@ def read_settings(config: Config) -> tuple["Family", dict[str, Any]]:
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)
         raise ValueError(f"{config.file}: model_type: {known}; models of experts or of images are not served")
-    for name, served in _SERVED.items():
-        config.one_of(name, served, default=served[0])
+    for name, allowed in _SUPPORTED.items():
+        config.one_of(name, allowed, default=allowed[0])
     settings = family.settings(config)
     count = settings["num_layers"]
-    default_kinds = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
-    kinds = config.get("layer_types") or default_kinds
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {kinds}")
-    if kinds != default_kinds and not family.mixed_layers:
+    default_types = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
+    layer_types = config.get("layer_types") or default_types
+    is_known = isinstance(layer_types, list) and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
+    if not is_known or len(layer_types) != count:
+        raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {layer_types}")
+    if layer_types != default_types and not family.mixed_layers:
         raise ValueError(
-            f"{config.file}: layer_types must be those that this architecture has, {default_kinds}, got {kinds}"
+            f"{config.file}: layer_types must be those that this architecture has, {default_types}, got {layer_types}"
         )
-    cycle_length = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
-    windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in kinds else {}
-    masks = (Causal() & Window(windows[kind]) if kind in windows else Causal() for kind in kinds[:cycle_length])
-    settings["patterns"] = tuple(masks)
+    cycle_length = next(n for n in range(1, count + 1) if layer_types == (layer_types[:n] * count)[:count])
+    cycle = layer_types[:cycle_length]
+    windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in layer_types else {}
+    settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x in cycle)
     if settings["positions"] == "rope":
-        settings["rope"] = tuple(_make_rope(config, family, kind) for kind in kinds[:cycle_length])
+        settings["rope"] = tuple(_make_rope(config, family, layer_type) for layer_type in cycle)
     return family, settings
 
 
-def _make_rope(config: Config, family: "Family", kind: str) -> Rope:
-    """Makes the rotary position embeddings of a kind of layer.
+def _make_rope(config: Config, family: "Family", layer_type: str) -> Rope:
+    """Makes the rotary position embeddings of layers of one type.
 
     Raises:
       ValueError: an unknown or wrong setting, with the file's name.
     """
     parameters, older_scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
-    local = kind == SLIDING and len(family.thetas) > 1
+    local = layer_type == SLIDING and len(family.thetas) > 1
     theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
-    by_kind = isinstance(parameters, dict) and not {FULL, SLIDING}.isdisjoint(parameters)
-    if not (isinstance(parameters.get(kind), dict) if by_kind else not parameters or len(family.thetas) == 1):
+    by_layer_type = isinstance(parameters, dict) and not {FULL, SLIDING}.isdisjoint(parameters)
+    is_valid = (
+        isinstance(parameters.get(layer_type), dict) if by_layer_type else not parameters or len(family.thetas) == 1
+    )
+    if not is_valid:
         raise ValueError(f"{config.file}: rope_parameters must be of {FULL!r} and of {SLIDING!r}, got {parameters!r}")
-    newer = parameters.get(FULL) if by_kind else parameters
+    newer = parameters.get(FULL) if by_layer_type else parameters
     if newer and older_scaling and _without_theta(newer) != _without_theta(older_scaling):
         raise ValueError(
             f"{config.file}: rope_parameters and rope_scaling must agree, got {parameters!r} and {older_scaling!r}"
         )
-    if by_kind:
-        parameters = parameters[kind]
+    if by_layer_type:
+        parameters = parameters[layer_type]
     elif not parameters:
         parameters = {} if local else older_scaling
     if not isinstance(parameters, dict):
         raise ValueError(f"{config.file}: rotary embeddings must be an object, got {parameters!r}")
-    parameters = {word: value for word, value in parameters.items() if value is not None}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
     theta, share = parameters.pop("rope_theta", theta), parameters.pop("partial_rotary_factor", 1)
     if share != 1:
         raise ValueError(f"{config.file}: partial_rotary_factor must be 1, got {share!r}")
-    kind_of_scaling = parameters.pop("type", "default")
-    name, scaling = parameters.pop("rope_type", kind_of_scaling), None
+    default_type = parameters.pop("type", "default")
+    name, scaling = parameters.pop("rope_type", default_type), None
     try:
         if name != "default":
             scaling = _make_scaling(config, str(name), parameters)
@@ -155,8 +159,8 @@ def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
     """
     if name not in SCALINGS:
         raise ValueError(f"rope_type: {suggest(name, ['default', *SCALINGS])}")
-    known = {NUMBERS.get(field.name, field.name): field.name for field in dataclasses.fields(SCALINGS[name])}
-    needed, original = {"factor"}, NUMBERS["original_length"]
+    known = {SCALING_KEYS.get(field.name, field.name): field.name for field in dataclasses.fields(SCALINGS[name])}
+    needed, original = {"factor"}, SCALING_KEYS["original_length"]
     if original in known:
         length = parameters.get(original, config.get("max_position_embeddings"))
         parameters = parameters | {original: config.get(original, length)}
@@ -166,15 +170,15 @@ def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
     if unknown or missing:
         raise ValueError(f"{name!r} {f'has no {abbreviate(unknown)}' if unknown else f'needs {abbreviate(missing)}'}")
     make: Any = SCALINGS[name]
-    return make(**{known[word]: value for word, value in parameters.items()})
+    return make(**{known[key]: value for key, value in parameters.items()})
 
 
-def _llama(config: Config, *, function: str = "silu", **overrides: Any) -> dict[str, Any]:
+def _llama(config: Config, *, activation: str = "silu", **overrides: Any) -> dict[str, Any]:
     """Returns the settings that all families except GPT-2 share.
 
     Args:
       config: the configuration.
-      function: the activation of the MLP if the configuration has none.
+      activation: the activation of the MLP if the configuration has none.
       **overrides: settings of one family.
     """
     features = config.size("hidden_size")
@@ -185,7 +189,7 @@ def _llama(config: Config, *, function: str = "silu", **overrides: Any) -> dict[
     if head_dim % 2:
         raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
     biases = ("query", "key", "value", "out") if config.get("attention_bias", False) else ()
-    activation = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    activation_entry = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     mlps = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
     return {
         "vocab_size": config.size("vocab_size"),
@@ -194,7 +198,7 @@ def _llama(config: Config, *, function: str = "silu", **overrides: Any) -> dict[
         "num_layers": config.size("num_hidden_layers"),
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp": mlps[config.one_of(activation, tuple(mlps), default=function)],
+        "mlp": mlps[config.one_of(activation_entry, tuple(mlps), default=activation)],
         "mlp_features": config.size("intermediate_size"),
         "norm": "rms",
         "norm_epsilon": config.number("rms_norm_eps"),
@@ -208,8 +212,8 @@ def _gemma(config: Config, **overrides: Any) -> dict[str, Any]:
     overrides |= {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
     overrides["scale"] = config.number("query_pre_attn_scalar") ** -0.5
     caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
-    overrides |= {ours: config.number(theirs) for ours, theirs in caps.items() if config.required(theirs) is not None}
-    return _llama(config, function="gelu_pytorch_tanh", **overrides)
+    overrides |= {cap: config.number(entry) for cap, entry in caps.items() if config.required(entry) is not None}
+    return _llama(config, activation="gelu_pytorch_tanh", **overrides)
 
 
 def _gpt2(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -102,7 +103,7 @@ def from_huggingface(
     _check_arguments(arguments, options)
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
-    return _load(path, Config(path / "config.json"), lambda: find_tensors(path), patterns, options=options, **arguments)
+    return _load(path, Config(path / "config.json"), lambda: find_tensors(path), patterns, arguments, options)
 
 
 @strict_kwargs
@@ -153,7 +154,7 @@ def from_gpt2(
         config.values["n_head"] = num_heads
         if (features := config.size("n_embd")) % num_heads:  # an error of the argument, not of the file
             raise ValueError(f"num_heads={num_heads} must divide features={features}")
-    return _load(model_path, config, lambda: files, patterns, options=options, **arguments)
+    return _load(model_path, config, lambda: files, patterns, arguments, options)
 
 
 def path_of(name: str, path: Any) -> pathlib.Path:
@@ -173,14 +174,14 @@ def _load(
     config: Config,
     tensors: Callable[[], dict[str, TensorInfo]],
     patterns: Pattern | Sequence[Pattern] | None,
-    *,
-    seq_len: int | None,
-    dtype: Dtype | None,
-    param_dtype: Dtype | None,
-    rngs: nnx.Rngs | None,
+    arguments: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> SparseTransformer:
-    """Makes the model of a configuration and loads its tensors; `from_huggingface` documents the arguments."""
+    """Makes the model of a configuration and loads its tensors.
+
+    `from_huggingface` documents patterns, ``arguments`` (seq_len, dtype, param_dtype and rngs) and options.
+    """
+    seq_len, dtype, param_dtype, rngs = (arguments[name] for name in ("seq_len", "dtype", "param_dtype", "rngs"))
     family, settings = read_settings(config)
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
@@ -193,13 +194,9 @@ def _load(
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
     settings["tie_embeddings"] = config.get("tie_word_embeddings", _HEAD not in files)
-    odd = [name for name, x in files.items() if x.dtype is None]
-    if odd:
-        raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {abbreviate(odd)}")
-    if settings["tie_embeddings"] and _HEAD in files:
-        head, tied = files.pop(_HEAD), files.get(embedding)
-        if tied is not None and not np.array_equal(head.read(), tied.read()):
-            raise ValueError(f"{path}: {_HEAD} differs from {embedding}, but config.json says tie_word_embeddings=true")
+    _check_tensors(path, files, embedding, settings["tie_embeddings"])
+    if settings["tie_embeddings"]:
+        files.pop(_HEAD, None)
     if param_dtype is None:
         param_dtype = files[embedding].dtype if embedding in files else jnp.float32
     param_dtype = jnp.dtype(param_dtype)
@@ -218,22 +215,32 @@ def _load(
 
     model = nnx.eval_shape(make, nnx.Rngs(**seeds))
     mappings = map_tensors(model, family, prefix, positions)
-    expected = {mapping.name: mapping.tensor_shape for of_param in mappings.values() for mapping in of_param}
+    expected = {mapping.name: mapping.tensor_shape for mapping in itertools.chain.from_iterable(mappings.values())}
     refuse_names(files, expected, str(path))
     refuse_shapes({name: x.shape for name, x in files.items()}, expected, str(path))
 
-    def rest(model: SparseTransformer) -> Any:  # parameters and variables that the files lack
+    def unloaded_state(model: SparseTransformer) -> Any:  # parameters and variables that the files lack
         return nnx.state(model, lambda param_path, _: param_path not in mappings)
 
-    if jax.tree.leaves(rest(model)):  # the compiler drops all others
-        nnx.update(model, nnx.jit(lambda rngs: rest(make(rngs)))(nnx.Rngs(**seeds)))
+    if jax.tree.leaves(unloaded_state(model)):  # the compiler drops all others
+        nnx.update(model, nnx.jit(lambda rngs: unloaded_state(make(rngs)))(nnx.Rngs(**seeds)))
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    for param_path, of_param in mappings.items():
+    for param_path, param_mappings in mappings.items():
         # The sum of 1 and a small difference has more digits than half precision holds.
-        value_dtype = accumulator_dtype(param_dtype) if of_param[0].offset else param_dtype
-        value = _read(of_param, files, params[param_path].shape, value_dtype)
+        value_dtype = accumulator_dtype(param_dtype) if param_mappings[0].offset else param_dtype
+        value = _read(param_mappings, files, params[param_path].shape, value_dtype)
         nnx.update(model, nnx.from_flat_state([(param_path, params[param_path].replace(value))]))
     return model
+
+
+def _check_tensors(path: pathlib.Path, files: Mapping[str, TensorInfo], embedding: str, is_tied: bool) -> None:
+    """Raises ValueError for a tensor of another dtype, or a head that differs from the embedding it is tied to."""
+    unsupported = [name for name, x in files.items() if x.dtype is None]
+    if unsupported:
+        raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {abbreviate(unsupported)}")
+    has_both = is_tied and _HEAD in files and embedding in files
+    if has_both and not np.array_equal(files[_HEAD].read(), files[embedding].read()):
+        raise ValueError(f"{path}: {_HEAD} differs from {embedding}, but config.json says tie_word_embeddings=true")
 
 
 def _gpt2_config(path: pathlib.Path, files: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -275,14 +282,14 @@ class TensorMapping:
     transposed: bool
     offset: int
 
-    def read(self, tensor: TensorInfo, into: np.ndarray) -> None:
+    def read(self, tensor: TensorInfo, target: np.ndarray) -> None:
         """Reads the tensor into an array of the parameter's shape, without another copy."""
         x = tensor.read()
         x = x if self.qkv_index is None else np.split(x, 3, axis=-1)[self.qkv_index]
         x = x.T if self.transposed else x
         x = x.astype(np.float32) + self.offset if self.offset else x
-        rows = into.size // math.prod(x.shape[1:])  # a shorter seq_len reads the first learned positions
-        into.reshape(rows, *x.shape[1:])[...] = x[:rows]
+        rows = target.size // math.prod(x.shape[1:])  # a shorter seq_len reads the first learned positions
+        target.reshape(rows, *x.shape[1:])[...] = x[:rows]
 
 
 def _read(
@@ -290,17 +297,17 @@ def _read(
 ) -> jax.Array:
     """Reads a parameter of one layer, or of all scanned layers; the host holds one tensor at a time."""
 
-    def of_layer(mapping: TensorMapping) -> jax.Array:
+    def read_layer(mapping: TensorMapping) -> jax.Array:
         value = np.empty(mapping.shape, dtype)
         mapping.read(files[mapping.name], value)
         # Without this wait the host would hold several tensors twice during their transfer.
         return jnp.asarray(value).block_until_ready()
 
     if len(shape) == len(mappings[0].shape):
-        return of_layer(mappings[0])
+        return read_layer(mappings[0])
     layers = jnp.zeros(shape, dtype)
     for number, mapping in enumerate(mappings):
-        layers = _set_layer(layers, number, of_layer(mapping)).block_until_ready()
+        layers = _set_layer(layers, number, read_layer(mapping)).block_until_ready()
     return layers
 
 

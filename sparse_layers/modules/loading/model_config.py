@@ -13,51 +13,54 @@ from flax import nnx
 from ...masks import And
 from ...masks.primitives import Causal, Window
 from ..attention import SparseSelfAttention
-from ..block import BLOCK_PROJECTIONS, SparseTransformerBlock
+from ..block import SparseTransformerBlock
 from ..rope import Rope
-from ..settings import projections_with_bias
+from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias
 from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
-from .families import FAMILIES, FULL, NUMBERS, SCALINGS, SLIDING, Config, Family, read_settings
+from .families import FAMILIES, FULL, SCALING_KEYS, SCALINGS, SLIDING, Config, Family, read_settings
 
 _CLASSES = {"gpt2": "GPT2LMHeadModel"}  # names in transformers other than XyzForCausalLM
 _BIASES = {"llama": ("attention_bias", "mlp_bias")}
 _BIASES |= dict.fromkeys(("qwen3", "gemma2", "gemma3_text", "olmo2"), ("attention_bias",))
-_UNSAID = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
-_UNSAID |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
+_DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
+_DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
 
 
-def config_of(model: SparseTransformer, file: pathlib.Path, words: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """Returns the family and the config.json of a model, whose entries ``words`` override; errors name ``file``.
+def config_of(
+    model: SparseTransformer, file: pathlib.Path, entries: Mapping[str, Any]
+) -> tuple[Family, dict[str, Any]]:
+    """Returns the family and the config.json of a model, where ``entries`` override its own; errors name ``file``.
 
     Raises:
-      ValueError: no family, or not that of words, has the model's architecture; errors of `read_settings`.
+      ValueError: no family, or not that of the entries, has the model's architecture; errors of `read_settings`.
     """
-    ours = settings_of(model)
-    names = [str(words["model_type"])] if "model_type" in words else list(FAMILIES)
-    reasons, fitting = [], []
+    settings = settings_of(model)
+    names = [str(entries["model_type"])] if "model_type" in entries else list(FAMILIES)
+    reasons, matching = [], []
     for name in names:
-        values = _words(name, model, ours) if name in FAMILIES else {}
-        if "rope_parameters" in words:  # the newer generation's entry for both of these
-            values = {word: value for word, value in values.items() if word not in ("rope_theta", "rope_scaling")}
-        values |= words
+        values = _config_entries(name, model, settings) if name in FAMILIES else {}
+        if "rope_parameters" in entries:  # the newer generation's entry for both of these
+            values = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")}
+        values |= entries
         try:
-            family, theirs = read_settings(Config(file, values))
+            family, config_settings = read_settings(Config(file, values))
         except ValueError as error:
-            if "model_type" in words:
+            if "model_type" in entries:
                 raise
             reasons.append(f"{name}: {error}")
             continue
-        tied = Config(file, values).get("tie_word_embeddings", ours["tie_embeddings"])  # null follows the tensors
-        difference = _difference(ours, _completed(theirs) | {"tie_embeddings": tied})
+        # Null follows the tensors.
+        tied = Config(file, values).get("tie_word_embeddings", settings["tie_embeddings"])
+        difference = _difference(settings, _completed(config_settings) | {"tie_embeddings": tied})
         if difference:
             reasons.append(f"{name}: {difference}")
         else:
-            fitting.append((len(unwritten(model, theirs)), family, values))
-    if not fitting:
-        subject = "config must be the model's" if words else "model must be like one of Hugging Face's"
+            matching.append((len(layers_with_other_patterns(model, config_settings)), family, values))
+    if not matching:
+        subject = "config must be the model's" if entries else "model must be like one of Hugging Face's"
         raise ValueError(f"{subject}, but differs in {'; '.join(reasons)}")
-    return min(fitting, key=operator.itemgetter(0))[1:]  # the first of those with the most patterns
+    return min(matching, key=operator.itemgetter(0))[1:]  # the first of those with the most patterns
 
 
 def settings_of(model: SparseTransformer) -> dict[str, Any]:
@@ -102,21 +105,21 @@ def _blocks(model: SparseTransformer) -> list[SparseTransformerBlock]:
 def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any]:
     attention: Any = block.attention
     if not isinstance(attention, SparseSelfAttention) or block.mlp_in is None:
-        kind = type(attention).__name__ if block.mlp_in is not None else "an MLP of make_mlp"
-        raise ValueError(f"model: layer {number} has {kind}, which Hugging Face's files have no names for")
+        module = type(attention).__name__ if block.mlp_in is not None else "an MLP of make_mlp"
+        raise ValueError(f"model: layer {number} has {module}, which Hugging Face's files have no names for")
     norms = [block.attention_norm, block.attention_out_norm, block.mlp_norm, block.mlp_out_norm]
     norms += [attention.query_ln, attention.key_ln]
-    kinds = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms", JointRMSNorm: "rms_joint"}
+    norm_names = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms", JointRMSNorm: "rms_joint"}
     before, after = block.attention_norm is not None, block.attention_out_norm is not None
-    maps = {name: getattr(attention, name) for name in BLOCK_PROJECTIONS if name != "mlp"} | {"mlp": block.mlp_in}
+    projections = {name: getattr(attention, name) for name in PROJECTIONS} | {"mlp": block.mlp_in}
     return {
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "scale": attention.attention_fn.fn.scale or attention.head_dim**-0.5,
         "logits_soft_cap": attention.attention_fn.fn.logits_soft_cap,
-        "normalize_qk": kinds[type(attention.query_ln)] if attention.normalize_qk else False,
-        "use_bias": frozenset(name for name, linear in maps.items() if linear.bias is not None),
+        "normalize_qk": norm_names[type(attention.query_ln)] if attention.normalize_qk else False,
+        "use_bias": frozenset(name for name, linear in projections.items() if linear.bias is not None),
         "mlp": block.mlp,
         "mlp_features": block.mlp_in.out_features,
         "norm_placement": "sandwich" if before and after else "pre" if before else "post",
@@ -127,7 +130,7 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
 
 def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings of a configuration completed by the defaults of `SparseTransformer`."""
-    full = _UNSAID | dict(settings)
+    full = _DEFAULTS | dict(settings)
     full.setdefault("num_kv_heads", full["num_heads"])
     full.setdefault("head_dim", full["features"] // full["num_heads"])
     full["scale"] = full["scale"] or full["head_dim"] ** -0.5
@@ -138,13 +141,13 @@ def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return full
 
 
-def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _difference(settings: Mapping[str, Any], config_settings: Mapping[str, Any]) -> str:
     """Describes the first setting that differs; with rotary position embeddings, seq_len may."""
-    for name, value in ours.items():
-        config_value = theirs[name]
+    for name, value in settings.items():
+        config_value = config_settings[name]
         floats = isinstance(value, float) and isinstance(config_value, float)
         is_close = floats and math.isclose(value, config_value)
-        if value != config_value and not is_close and not (name == "seq_len" and ours["positions"] == "rope"):
+        if value != config_value and not is_close and not (name == "seq_len" and settings["positions"] == "rope"):
             shown = [sorted(x) if isinstance(x, frozenset) else x for x in (value, config_value)]
             return f"{name}, {shown[0]!r} in the model and {shown[1]!r} in config.json"
     return ""
@@ -153,7 +156,7 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 # --- patterns --------------------------------------------------------------------------------------------------------
 
 
-def unwritten(model: SparseTransformer, settings: Mapping[str, Any]) -> list[int]:
+def layers_with_other_patterns(model: SparseTransformer, settings: Mapping[str, Any]) -> list[int]:
     """Returns the layers whose patterns are not those of a configuration."""
     patterns = settings["patterns"]
     in_config = [_width(patterns[layer % len(patterns)]) for layer in range(model.num_layers)]
@@ -180,83 +183,83 @@ def _width(mask: Any) -> float | None:
     return size if rest or window.right == 0 else None
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- entries of config.json ------------------------------------------------------------------------------------------
 
 
-def _words(name: str, model: SparseTransformer, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a model under a family's names, as far as it has names."""
+def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a model as entries of config.json, as far as its family has such."""
     family = FAMILIES[name]
     common = {
         "model_type": name,
         "architectures": [_CLASSES.get(name, f"{name.removesuffix('_text').capitalize()}ForCausalLM")],
-        "vocab_size": ours["vocab_size"],
-        "tie_word_embeddings": ours["tie_embeddings"],
+        "vocab_size": settings["vocab_size"],
+        "tie_word_embeddings": settings["tie_embeddings"],
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # transformers has defaults for these
         "dtype": jnp.dtype(model.token_embedding.embedding.dtype).name,
     }
     if family.conv1d:
         return common | {
-            "n_embd": ours["features"],
-            "n_layer": ours["num_layers"],
-            "n_head": ours["num_heads"],
-            "n_positions": ours["seq_len"],
-            "n_inner": ours["mlp_features"],
+            "n_embd": settings["features"],
+            "n_layer": settings["num_layers"],
+            "n_head": settings["num_heads"],
+            "n_positions": settings["seq_len"],
+            "n_inner": settings["mlp_features"],
             "activation_function": "gelu_new",
-            "layer_norm_epsilon": ours["norm_epsilon"],
+            "layer_norm_epsilon": settings["norm_epsilon"],
         }
-    biases = {"attention_bias": "out" in ours["use_bias"], "mlp_bias": "mlp" in ours["use_bias"]}
-    words = common | {
-        "hidden_size": ours["features"],
-        "intermediate_size": ours["mlp_features"],
-        "num_hidden_layers": ours["num_layers"],
-        "num_attention_heads": ours["num_heads"],
-        "num_key_value_heads": ours["num_kv_heads"],
-        "head_dim": ours["head_dim"],
-        "max_position_embeddings": ours["seq_len"],
-        "rms_norm_eps": ours["norm_epsilon"],
-        "hidden_activation" if family.zero_centered_norms else "hidden_act": "gelu_pytorch_tanh"
-        if family.zero_centered_norms
-        else "silu",
-        **{word: biases[word] for word in _BIASES.get(name, ())},
+    biases = {"attention_bias": "out" in settings["use_bias"], "mlp_bias": "mlp" in settings["use_bias"]}
+    entries = common | {
+        "hidden_size": settings["features"],
+        "intermediate_size": settings["mlp_features"],
+        "num_hidden_layers": settings["num_layers"],
+        "num_attention_heads": settings["num_heads"],
+        "num_key_value_heads": settings["num_kv_heads"],
+        "head_dim": settings["head_dim"],
+        "max_position_embeddings": settings["seq_len"],
+        "rms_norm_eps": settings["norm_epsilon"],
+        **({"hidden_activation": "gelu_pytorch_tanh"} if family.zero_centered_norms else {"hidden_act": "silu"}),
+        **{key: biases[key] for key in _BIASES.get(name, ())},
     }
     if family.zero_centered_norms:
-        scalar = ours["scale"] ** -2
-        words["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
-        words["attn_logit_softcapping"] = ours["logits_soft_cap"]
-        words["final_logit_softcapping"] = ours["final_soft_cap"]
-    return words | _words_of_layers(name, family, model, ours)
+        scalar = settings["scale"] ** -2
+        entries["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
+        entries["attn_logit_softcapping"] = settings["logits_soft_cap"]
+        entries["final_logit_softcapping"] = settings["final_soft_cap"]
+    return entries | _layer_entries(name, family, model, settings)
 
 
-def _words_of_layers(name: str, family: Family, model: SparseTransformer, ours: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_entries(name: str, family: Family, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns windows and rotary position embeddings under names that all generations of transformers read."""
-    widths, ropes = _widths(model), [rope or Rope() for rope in ours["rope"]]
+    widths, ropes = _widths(model), [rope or Rope() for rope in settings["rope"]]
     is_sliding = [width is not None and width < math.inf for width in widths]
     if len(family.thetas) > 1 and len({*ropes}) > 1:  # two kinds of layers differ by their rope
         local = min(ropes, key=lambda rope: (rope.scaling is not None, rope.theta))
         is_sliding = [rope == local for rope in ropes]
     sizes = {width for width, sliding in zip(widths, is_sliding, strict=True) if sliding}
     (size,) = sizes if len(sizes) == 1 else (None,)
-    size = int(size) if size is not None and size < math.inf else ours["seq_len"]
-    words: dict[str, Any] = {}
+    size = int(size) if size is not None and size < math.inf else settings["seq_len"]
+    entries: dict[str, Any] = {}
     if family.mixed_layers:
-        words |= {"layer_types": [SLIDING if sliding else FULL for sliding in is_sliding], "sliding_window": size}
+        entries |= {"layer_types": [SLIDING if sliding else FULL for sliding in is_sliding], "sliding_window": size}
     if name.startswith("qwen"):
-        words |= {
+        entries |= {
             "use_sliding_window": any(is_sliding),
             "max_window_layers": is_sliding.index(True) if any(is_sliding) else 0,
         }
     if name == "mistral":
-        words["sliding_window"] = size if all(is_sliding) else None
+        entries["sliding_window"] = size if all(is_sliding) else None
     full = ropes[is_sliding.index(False)] if False in is_sliding else ropes[0]
-    words |= {"rope_theta": full.theta, "rope_scaling": _scaling_words(full)}
+    entries |= {"rope_theta": full.theta, "rope_scaling": _scaling_entries(full)}
     if len(family.thetas) > 1:
-        words["rope_local_base_freq"] = ropes[is_sliding.index(True)].theta if True in is_sliding else family.thetas[-1]
-    return words
+        entries["rope_local_base_freq"] = (
+            ropes[is_sliding.index(True)].theta if True in is_sliding else family.thetas[-1]
+        )
+    return entries
 
 
-def _scaling_words(rope: Rope) -> dict[str, Any] | None:
+def _scaling_entries(rope: Rope) -> dict[str, Any] | None:
     if rope.scaling is None:
         return None
-    (name,) = (name for name, kind in SCALINGS.items() if type(rope.scaling) is kind)
-    numbers = {NUMBERS.get(word, word): value for word, value in dataclasses.asdict(rope.scaling).items()}
+    (name,) = (name for name, scaling in SCALINGS.items() if type(rope.scaling) is scaling)
+    numbers = {SCALING_KEYS.get(key, key): value for key, value in dataclasses.asdict(rope.scaling).items()}
     return {"rope_type": name} | numbers

@@ -23,7 +23,7 @@ from ...arguments.checks import strict_kwargs
 from ..transformer import SparseTransformer
 from .families import Config, read_settings
 from .huggingface import TensorMapping, map_tensors, path_of
-from .model_config import config_of, unwritten
+from .model_config import config_of, layers_with_other_patterns
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -84,8 +84,8 @@ def to_huggingface(
         raise FileExistsError(errno.EEXIST, rule, str(path))
     params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     _check_values(params)
-    family, words = config_of(model, path / "config.json", config or {})
-    _, settings = read_settings(Config(path / "config.json", words))
+    family, entries = config_of(model, path / "config.json", config or {})
+    _, settings = read_settings(Config(path / "config.json", entries))
     mappings = map_tensors(model, family, family.prefix, settings["seq_len"])
     unnamed = [
         param_path
@@ -94,7 +94,7 @@ def to_huggingface(
     ]
     if unnamed:
         raise ValueError(f"model: such files hold no {'.'.join(map(str, unnamed[0]))} of {params[unnamed[0]].dtype}")
-    layers = unwritten(model, settings)
+    layers = layers_with_other_patterns(model, settings)
     if layers:
         pattern = model.blocks[layers[0] % len(model.blocks)].attention.pattern
         warnings.warn(
@@ -103,7 +103,7 @@ def to_huggingface(
             stacklevel=2,
         )
 
-    _write_folder(path, words, model, mappings, params)
+    _write_folder(path, entries, model, mappings, params)
 
 
 def _check_values(params: Mapping[Any, Any]) -> None:
@@ -161,8 +161,8 @@ def _write_tensors(
         return model.token_embedding.embedding.dtype if mapping.offset else param.dtype
 
     tensors: dict[str, list[tuple[TensorMapping, Any, int]]] = {}
-    for param_path, of_param in mappings.items():
-        for layer, mapping in enumerate(of_param):
+    for param_path, param_mappings in mappings.items():
+        for layer, mapping in enumerate(param_mappings):
             tensors.setdefault(mapping.name, []).append((mapping, params[param_path], layer))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -183,7 +183,7 @@ def _tensor(slices: list[tuple[TensorMapping, Any, int]], dtype: Any) -> np.ndar
     tensor = np.empty(slices[0][0].tensor_shape, dtype)
     for mapping, param, layer in slices:
         x = np.asarray(jnp.reshape(param[...], (-1, *mapping.shape))[layer])  # one of the scanned layers
-        into = tensor if mapping.qkv_index is None else np.split(tensor, 3, axis=-1)[mapping.qkv_index]
-        into = into.T if mapping.transposed else into
-        into[...] = (x.astype(np.float32) - mapping.offset if mapping.offset else x).reshape(into.shape)
+        target = tensor if mapping.qkv_index is None else np.split(tensor, 3, axis=-1)[mapping.qkv_index]
+        target = target.T if mapping.transposed else target
+        target[...] = (x.astype(np.float32) - mapping.offset if mapping.offset else x).reshape(target.shape)
     return tensor

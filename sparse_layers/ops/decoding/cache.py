@@ -406,11 +406,7 @@ class KVCache:
         return out.astype(query.dtype).reshape(*query.shape[:-1], -1)
 
     def _scored(self, array: jax.Array, index: jax.Array | None) -> jax.Array:
-        """Returns the array that the scorer scores: queries or keys, or its index queries or keys.
-
-        Raises:
-          ValueError: an indexed scorer has no index array, or another scorer has one, or its shape does not fit.
-        """
+        """Returns the array that the scorer scores: queries or keys, or its index queries or keys."""
         assert self.selection is not None and self.pooled is not None
         if self.selection.indexed != (index is not None):
             raise ValueError(
@@ -443,8 +439,7 @@ class KVCache:
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
         """Checks the arrays of a step, as `_check` takes them: [B, heads, size] or [B, S, heads, size].
 
-        Returns:
-          (positions [B, S] of the tokens, a function that adds the axis S = 1 to arrays if these lack it).
+        Returns (positions [B, S], a function that adds the axis S = 1 to arrays if these lack it).
         """
         (name, (x, *_)), *_ = arrays.items()
         count = x.shape[1] if x.ndim == 4 else None

@@ -42,37 +42,24 @@ _BLOCK, _BLOCKS, _CELLS = 16, 1 << 20, 1 << 26
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageTable:
-    """The pages that each position reads, where it does not read them all.
+    """The pages that each position reads, where it does not read them all."""
 
-    Attributes:
-      q_block: positions that share a row of the table.
-      pages: int32 [rows, width], pages in row space; -1 fills up.
-      states: int8 [rows, width], `PARTIAL` where a tile has the allowed pairs, `FULL` where all are; None if the mask
-        is computed from positions.
-      tile_ids: int32 [rows, width], index into `tiles`; None if no block is partial.
-      tiles: bool [n, q_block, page size], or None.
-    """
-
-    q_block: int
-    pages: np.ndarray
+    q_block: int  # positions that share a row of the table
+    pages: np.ndarray  # int32 [rows, width], pages in row space; -1 fills up
+    # int8 [rows, width], `PARTIAL` where a tile has the allowed pairs, `FULL` where all are; None if the mask is
+    # computed from positions.
     states: np.ndarray | None = None
-    tile_ids: np.ndarray | None = None
-    tiles: np.ndarray | None = None
+    tile_ids: np.ndarray | None = None  # int32 [rows, width], index into `tiles`; None if no block is partial
+    tiles: np.ndarray | None = None  # bool [n, q_block, page size], or None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachePart:
-    """One part of a mask, disjoint from the others, and the store of its keys.
+    """One part of a mask, disjoint from the others, and the store of its keys."""
 
-    Attributes:
-      mask: the part, on tokens.
-      store: that keeps its keys.
-      page_table: the pages to read; None for the ring of the query's residue class, or for all rows.
-    """
-
-    mask: Mask
+    mask: Mask  # the part, on tokens
     store: KeyStore
-    page_table: PageTable | None
+    page_table: PageTable | None  # the pages to read; None for the ring of the query's residue class, or for all rows
 
     @property
     def num_reads(self) -> int:
@@ -80,11 +67,7 @@ class CachePart:
         return self.store.kept if self.page_table is None else self.page_table.pages.shape[1] * self.store.page_size
 
     def visible_pages(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """Returns the pages that the query at each position [B] reads, and which of their rows it sees.
-
-        Returns:
-          (pages [B, n], or None for all; bool [B, L], True for rows that the query may attend to).
-        """
+        """Returns the pages [B, n] that queries at [B] read, None for all, and the rows that they see, bool [B, L]."""
         store, query, table = self.store, position[:, None], self.page_table
         if table is not None:
             rows = position // table.q_block
@@ -117,9 +100,6 @@ def plan_cache_parts(mask: Mask, length: int, max_step: int = 1) -> tuple[CacheP
     """Returns the parts of a causal mask that together read the fewest keys a step, over ``length`` tokens.
 
     A step adds up to ``max_step`` of them.
-
-    Raises:
-      ValueError: some query sees a later key.
 
     Example:
       >>> import sparse_layers as sl

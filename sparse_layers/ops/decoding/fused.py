@@ -85,15 +85,9 @@ def step(
     positions: jax.Array,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, KVArrays]:
-    """Writes a token of each sequence and attends from it.
+    """Writes a token [B, 1, heads, size] of each sequence and attends from it; other arguments as of `attend`.
 
-    Args:
-      layout, logit_options, arrays, sinks: as of `attend`.
-      token: query, key and value [B, 1, heads, size].
-      positions: [B, 1].
-
-    Returns:
-      (out [B, 1, N, Hv], the arrays with the token).
+    Returns (out [B, 1, N, Hv], the arrays with the token).
     """
     (query, key, value), position, (heads,) = token, positions[:, 0], layout.heads
     reads, slots = [], [jnp.where(layout.masks[0](position, position), 0, -1)]

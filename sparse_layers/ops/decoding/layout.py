@@ -21,30 +21,18 @@ LogitOptions = tuple[float, float | None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskHeads:
-    """The query heads of one mask, with its parts.
+    """The query heads of one mask, with its parts."""
 
-    Attributes:
-      q_heads: query heads; those of one key head are neighbours, and equally many for each.
-      kv_heads: their key heads; once for each query head where they are not equally many.
-      cache_parts: of the mask.
-    """
-
-    q_heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
+    q_heads: tuple[int, ...]  # query heads; those of one key head are neighbours, and equally many for each
+    kv_heads: tuple[int, ...]  # their key heads; once for each query head where they are not equally many
     cache_parts: tuple[CachePart, ...]
 
 
 class CacheLayout:
     """The stores of a cache, and the query heads that read them.
 
-    Args:
-      masks: the masks that the heads take in turn.
-      length: the most tokens.
-      num_heads, num_kv_heads: of the queries and of the keys.
-      max_step: the most tokens that a step adds.
-
     Attributes:
-      masks, length, num_heads, num_kv_heads: the arguments.
+      masks, length, num_heads, num_kv_heads: the arguments: masks that heads take in turn, and the most tokens.
       heads: the query heads of each distinct mask.
       stores: (store, key heads in it), for each array of keys.
     """
@@ -70,11 +58,7 @@ class CacheLayout:
         return index, self.stores[index][1]
 
     def full_store_index(self) -> int:
-        """Returns the index of the array that keeps all keys of all heads in natural order.
-
-        Raises:
-          NotImplementedError: no array does, or a mask is a table.
-        """
+        """Returns the index of the array that keeps all keys of all heads in natural order, or raises an error."""
         full = RingCache(RowOrder(self.length), self.length, self.length)
         every_head = tuple(range(self.num_kv_heads))
         if dict(self.stores).get(full) != every_head or not all(mask.computable for mask in self.masks):
@@ -90,9 +74,8 @@ class CacheLayout:
     ) -> tuple[MaskHeads, jax.Array, jax.Array, jax.Array]:
         """Returns the keys in the selected blocks ids [B, G, k], L of them in each list, and which heads see them.
 
-        Returns:
-          (all heads, one list for each selection; the first token of each block [B, lists, k]; tokens [B, lists, L];
-          True where query heads see them, bool [B, lists, query heads of each or 1, L]).
+        These are (all heads, one list for each selection; the first token of each block [B, lists, k]; tokens
+        [B, lists, L]; True where query heads see them, bool [B, lists, query heads of each or 1, L]).
         """
         length, kv_heads = self.length, self.num_kv_heads
         (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)

@@ -19,17 +19,11 @@ from ..planning.row_orders import RowOrder
 
 @dataclasses.dataclass(frozen=True)
 class KeyStore(abc.ABC):
-    """Rows that keep the keys of one part of a mask.
-
-    Attributes:
-      order: of the rows.
-      kept: rows of each residue class.
-      page_size: rows of a page.
-    """
+    """Rows that keep the keys of one part of a mask."""
 
     order: RowOrder
-    kept: int
-    page_size: int
+    kept: int  # rows of each residue class
+    page_size: int  # rows of a page
 
     @property
     @abc.abstractmethod

@@ -22,20 +22,10 @@ def attend(
     sinks: jax.Array | None,
     selected: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:
-    """Returns attention of queries over the keys of a cache.
+    """Returns attention [B, S, N, Hv] of queries [B, S, N, H] at positions [B, S] over the keys of a cache.
 
-    Args:
-      layout: of the cache.
-      implementation: "xla", or "triton" for the kernel where it can.
-      logit_options: scale and soft cap.
-      arrays: keys and values of the cache.
-      query: [B, S, N, H].
-      positions: int [B, S].
-      sinks: [N] logits, or None.
-      selected: ids [B, S, G, k] of key blocks and their size, of which the keys are read; None for the pattern's row.
-
-    Returns:
-      [B, S, N, Hv].
+    The implementation is "xla", or "triton" for the kernel where it can. ``selected`` are ids [B, S, G, k] of the key
+    blocks to read, and their size; None for the pattern's row.
     """
     ids, block = (None, None) if selected is None else selected
     args = arrays, query, positions, sinks, ids
@@ -66,11 +56,7 @@ def write_and_attend(
     positions: jax.Array,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, KVArrays]:
-    """Writes the tokens of a step and attends from them; other arguments as of `attend`.
-
-    Returns:
-      (out [B, S, N, Hv], the arrays with the tokens).
-    """
+    """Writes the tokens of a step and attends from them, see `attend`: returns (out [B, S, N, Hv], the new arrays)."""
 
     def in_two_steps(
         arrays: KVArrays, token: Token, positions: jax.Array, sinks: jax.Array | None

@@ -24,30 +24,19 @@ from .operands import Operands as Operands
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of one call of the op.
+    """The static part of one call of the op."""
 
-    Attributes:
-      plan: the blocks of each pass; None if the mask is a run-time array.
-      fwd_shape: (bq, bkv), block shape of the forward lists of a run-time mask.
-      bwd_shape: (bq, bkv), block shape of its backward lists.
-      params: the forward and the backward parameters.
-      scale: factor on q . k.
-      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
-      return_lse: True if the caller wants the log-sum-exp, too.
-      picked_for: the platform that the implementation was picked for; None if the caller named it.
-      plans_by_rank: with context parallelism, the plan of each device; ``plan`` is that of the last one.
-      exchanges_queries: True if an all-to-all of all queries runs meanwhile, which occupies some multiprocessors.
-    """
-
-    plan: Plan | None
-    fwd_shape: tuple[int, int]
-    bwd_shape: tuple[int, int]
-    params: tuple[FwdParams, BwdParams]
-    scale: float
-    soft_cap: float | None
-    return_lse: bool = False
-    picked_for: str | None = None
+    plan: Plan | None  # the blocks of each pass; None if the mask is a run-time array
+    fwd_shape: tuple[int, int]  # (bq, bkv), block shape of the forward lists of a run-time mask
+    bwd_shape: tuple[int, int]  # (bq, bkv), block shape of its backward lists
+    params: tuple[FwdParams, BwdParams]  # the forward and the backward parameters
+    scale: float  # factor on q . k
+    soft_cap: float | None  # scores s become soft_cap * tanh(s / soft_cap); None for none
+    return_lse: bool = False  # True if the caller wants the log-sum-exp, too
+    picked_for: str | None = None  # the platform that the implementation was picked for; None if the caller named it
+    # With context parallelism, the plan of each device; ``plan`` is that of the last one.
     plans_by_rank: tuple[Plan, ...] = ()
+    # True if an all-to-all of all queries runs meanwhile, which occupies some multiprocessors.
     exchanges_queries: bool = False
 
     @property

@@ -14,24 +14,16 @@ from ..planning.selection import Selection
 
 
 class Operands(NamedTuple):
-    """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
+    """The arrays of one call: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv."""
 
-    Attributes:
-      query: [B, T, N, H].
-      key: [B, S, K, H].
-      value: [B, S, K, Hv].
-      sinks: [N] logits, or None.
-      segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
-      mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
-      selection: key blocks that queries attend to within the mask, ids int32 [B, Tq, G, k]; or None.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    sinks: jax.Array | None = None
+    query: jax.Array  # [B, T, N, H]
+    key: jax.Array  # [B, S, K, H]
+    value: jax.Array  # [B, S, K, Hv]
+    sinks: jax.Array | None = None  # [N] logits, or None
+    # int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
     segments: tuple[jax.Array, jax.Array] | None = None
-    mask: jax.Array | None = None
+    mask: jax.Array | None = None  # a run-time bool mask [heads, T, S] whose heads are taken in turn, or None
+    # Key blocks that queries attend to within the mask, ids int32 [B, Tq, G, k]; or None.
     selection: Selection | None = None
 
 
@@ -47,22 +39,17 @@ class Gradients(NamedTuple):
 class Operand:
     """The properties of one operand.
 
-    Attributes:
-      axes: letters of its axes, or a pair of these for a pair of arrays.
-      label: its name in errors, or a pair of names.
-      differentiated_by: "backend" if `Gradients` has it, "op" if it follows from lse and delta, else None.
-      once: True if only the first sub-call has it, where results are merged by lse.
-      backends: implementations that support it; None leaves that to ``unsupported`` of each.
-
     Letters: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (head sizes), g (one head, or those
     of query or key), r (groups of queries that select together), e (entries of a selection). Devices split b, n and k;
     t, r and s under context parallelism. Arrays with t move with queries, arrays with s with keys.
     """
 
-    axes: Any
-    label: Any
+    axes: Any  # letters of its axes, or a pair of these for a pair of arrays
+    label: Any  # its name in errors, or a pair of names
+    # "backend" if `Gradients` has it, "op" if it follows from lse and delta, else None.
     differentiated_by: Literal["backend", "op"] | None = None
-    once: bool = False
+    once: bool = False  # True if only the first sub-call has it, where results are merged by lse
+    # Implementations that support it; None leaves that to ``unsupported`` of each.
     backends: tuple[str, ...] | None = None
 
     @property

@@ -42,27 +42,17 @@ def join_heads(by_group: Sequence[jax.Array]) -> jax.Array:
 
 
 class PassBlocks(NamedTuple):
-    """The blocks that one pass computes for a head group.
+    """The blocks that one pass computes for a head group."""
 
-    Attributes:
-      q_order: token of each query row.
-      kv_order: token of each key row.
-      shape: (bq, bkv), rows of a block.
-      pairs: [LB, LH, n], the pairs of blocks that the mask, a selection and segment ids allow.
-      rule: computes a partial block of the mask from row indices; None if ``tiles`` hold them or no block is partial.
-      tiles: bool [tiles, bq, bkv], the partial blocks of the mask; or None.
-      granularity: queries of a block that select together; 1 without a selection.
-      segments: segment ids of queries and of keys, as in `Operands`, or None.
-    """
-
-    q_order: RowOrder
-    kv_order: RowOrder
-    shape: tuple[int, int]
-    pairs: BlockPairs
+    q_order: RowOrder  # token of each query row
+    kv_order: RowOrder  # token of each key row
+    shape: tuple[int, int]  # (bq, bkv), rows of a block
+    pairs: BlockPairs  # [LB, LH, n], the pairs of blocks that the mask, a selection and segment ids allow
+    # Computes a partial block of the mask from row indices; None if ``tiles`` hold them or no block is partial.
     rule: Reordered | None
-    tiles: jax.Array | np.ndarray | None
-    granularity: int
-    segments: tuple[jax.Array, jax.Array] | None
+    tiles: jax.Array | np.ndarray | None  # bool [tiles, bq, bkv], the partial blocks of the mask; or None
+    granularity: int  # queries of a block that select together; 1 without a selection
+    segments: tuple[jax.Array, jax.Array] | None  # segment ids of queries and of keys, as in `Operands`, or None
 
 
 def blocks_of_pass(
@@ -75,16 +65,12 @@ def blocks_of_pass(
     *,
     dkv: bool,
 ) -> PassBlocks:
-    """Returns the blocks of a pass.
+    """Returns the blocks of a pass of a head group, with ``dkv`` in the block shape of the backward pass.
 
     Args:
-      call: the call of the op.
-      operands: its arrays, with the queries and the selection of the group.
-      group: the head group.
-      passes: one of ``group.passes``.
+      operands: arrays of the call, with the queries and the selection of the group.
       rows: queries of a block if there is a selection; its key blocks are those of the selection.
       reads_tiles: reads_tiles(masks, shape) is True if planned masks are read as tiles, not computed by a rule.
-      dkv: True for the block shape of the backward pass.
     """
     shapes, granularity, orders = passes[0] if passes else call, 1, row_orders(operands, passes)
     shape = shapes.bwd_shape if dkv else shapes.fwd_shape
@@ -115,14 +101,7 @@ def run_time_blocks(
 ) -> tuple[BlockPairs, Any]:
     """Returns the pairs of blocks that a run-time mask or a selection allows, in natural row order, and their tiles.
 
-    Args:
-      operands: the arrays of a call, or of some of its heads, with a mask or a selection.
-      shape: (bq, bkv), rows of a block.
-      masks: the planned masks within which the selection is; unused with a run-time mask.
-      with_tiles: True to make tiles of the planned masks; otherwise a rule computes them.
-
-    Returns:
-      The pairs, and tiles as `run_time_block_pairs` returns them for a run-time mask, else `planned_block_pairs`.
+    A selection is within the planned ``masks``, of which tiles are made if ``with_tiles``, else a rule computes them.
     """
     selection = operands.selection
     if selection is None:

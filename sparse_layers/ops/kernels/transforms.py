@@ -13,10 +13,7 @@ from .operands import OPERANDS, differentiated
 def vmap_as_batch(function: Callable[..., Any], max_batch: float, *args: Any) -> Any:
     """Computes function(*args), under `jax.vmap` with the mapped axis as part of the batch: kernels have no batch rule.
 
-    Args:
-      function: takes an `Operands` and arrays by query, with any number of batch entries up to ``max_batch``.
-      max_batch: the batch entries that it can take.
-      *args: the operands and the arrays by query.
+    ``args`` are an `Operands` and arrays by query; the function takes up to ``max_batch`` batch entries of them.
     """
     mapped = custom_vmap(function)
 

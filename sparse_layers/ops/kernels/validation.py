@@ -16,11 +16,7 @@ from ..planning.selection import Selection, known
 
 
 def check_arrays(query: jax.Array, key: jax.Array, value: jax.Array | None = None) -> None:
-    """Checks that query, key and, if given, value fit each other.
-
-    Raises:
-      ValueError: other axes, dtypes, batch sizes, heads or sizes than `block_sparse_attention` takes.
-    """
+    """Checks that query, key and, if given, value fit each other."""
     if query.ndim not in (3, 4):
         raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
     arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
@@ -49,29 +45,16 @@ def check_arrays(query: jax.Array, key: jax.Array, value: jax.Array | None = Non
 
 
 def checked_array(name: str, x: Any) -> jax.Array:
-    """Returns the argument ``name`` as a JAX array.
-
-    Raises:
-      TypeError: it is no array. A list is refused, as its numbers would be copied one by one.
-    """
+    """Returns the argument ``name`` as a JAX array. A list is refused, as its numbers would be copied one by one."""
     if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
         raise TypeError(f"{name} must be a JAX or numpy array, got {describe_value(x)}")
     return jnp.asarray(x)
 
 
 def checked_numbers(name: str, x: Any, shape: tuple[int, ...], kind: Any, rule: str, hint: str = "") -> Any:
-    """Returns the argument ``name`` as a JAX or numpy array; it may be a list of numbers.
+    """Returns the argument ``name``, which may be a list of numbers, as an array of a shape and a ``kind`` of dtype.
 
-    Args:
-      name: name of the argument.
-      x: its value.
-      shape: the shape that it must have.
-      kind: the kind of dtype that it must have, such as ``jnp.integer``.
-      rule: shape and dtype in words, for the error.
-      hint: the end of the error.
-
-    Raises:
-      ValueError: another shape or dtype, or no numbers.
+    ``rule`` says both in words, for the error, and ``hint`` is its end.
     """
     array: Any = x
     if hasattr(x, "__jax_array__"):
@@ -86,11 +69,7 @@ def checked_numbers(name: str, x: Any, shape: tuple[int, ...], kind: Any, rule: 
 
 
 def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:
-    """Returns the scale of the logits, head_size ** -0.5 for None, and their soft cap or None.
-
-    Raises:
-      ValueError: no finite number, or a soft cap outside (0, 1e30].
-    """
+    """Returns the scale of the logits, head_size ** -0.5 for None, and their soft cap or None."""
     scale = 1 / math.sqrt(head_size) if scale is None else _number("scale", scale)
     if logits_soft_cap is not None:
         logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
@@ -107,11 +86,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
-    """Returns the sinks as an array [heads], or None.
-
-    Raises:
-      ValueError: another shape, or no floats.
-    """
+    """Returns the sinks as an array [heads], or None."""
     if sinks is None:
         return None
     rule = f"floats of shape [N] = ({heads},)"
@@ -123,14 +98,8 @@ def checked_segments(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns the segment ids of queries [B, T] and of keys [B, S] in int32, or None; B is 1 without a batch.
 
-    Args:
-      segment_ids: integers [*batch, T] if T == S, a pair of those for queries and keys, or None.
-      batch: (B,), or () for arrays without this axis.
-      lengths: (T, S).
-      heads: N, for a hint if query seems to be [B, N, T, H].
-
-    Raises:
-      ValueError: another shape or dtype, or ids that do not fit into int32.
+    ``segment_ids`` are integers [*batch, T] if T == S, a pair of those for queries and keys, or None. ``heads`` is N,
+    for a hint if query seems to be [B, N, T, H].
     """
     if segment_ids is None:
         return None
@@ -163,12 +132,7 @@ def checked_segments(
 
 
 def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: tuple[int, int]) -> Any:
-    """Returns the ids of a selection [*batch, Tq, G, k], for lengths (T, S) and heads (N, K).
-
-    Raises:
-      TypeError: it is no `Selection`.
-      ValueError: ids of other axes or, outside of jit, beyond the last block.
-    """
+    """Returns the ids of a selection [*batch, Tq, G, k], for lengths (T, S) and heads (N, K)."""
     if not isinstance(selection, Selection):
         raise TypeError(
             f"selection must be a Selection or None, got {describe_value(selection)}{scorer_hint(selection)}"

@@ -278,12 +278,8 @@ def _sum_over_pairs(
 ):
     """Returns the sums, by token, of attend_pair(query blocks, key blocks, allowed) over all pairs of blocks.
 
-    Args:
-      pass_blocks: the pass.
-      attend_pair: takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, and returns a tuple
-        of summands like the former and one like the latter.
-      by_query: the query and further arrays [B, T, N, ..].
-      kv: key and value.
+    It takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, and returns a tuple of summands
+    like the former and one like the latter.
     """
     blocks = _Blocks.of(pass_blocks, False, by_query[0], *kv)
     operands = tuple(map(blocks.q_blocks, by_query)), (blocks.key, blocks.value)

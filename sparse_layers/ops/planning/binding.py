@@ -14,15 +14,10 @@ from ...masks.lengths import check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class HeadMasks:
-    """Masks bound to heads and lengths by `bind`, as `process_mask` compiles them.
+    """Masks bound to heads and lengths by `bind`, as `process_mask` compiles them."""
 
-    Attributes:
-      masks: head h uses entry h % len(masks).
-      shape: (H, Q, K).
-    """
-
-    masks: tuple[Mask, ...]
-    shape: tuple[int, int, int]
+    masks: tuple[Mask, ...]  # head h uses entry h % len(masks)
+    shape: tuple[int, int, int]  # (H, Q, K)
 
     def __getitem__(self, index: tuple[int, slice, slice]) -> np.ndarray:
         """Returns the bool array [q, k] of one head, a slice of queries and a slice of keys."""
@@ -35,15 +30,8 @@ class HeadMasks:
 def masks_for_lengths(mask: Any, q_len: int, kv_len: int | None = None, name: str | None = None) -> tuple[Mask, ...]:
     """Returns `as_masks` of a pattern, after a check that each mask covers these lengths.
 
-    Args:
-      mask: whatever `as_masks` takes.
-      q_len: number of queries.
-      kv_len: number of keys; None for a layer of one sequence, whose errors call both lengths seq_len.
-      name: name of the argument in errors; None for "mask".
-
-    Raises:
-      ValueError: an array's shape differs from the lengths, or they exceed a grid that does not say its offset.
-      TypeError: mask describes no mask.
+    ``kv_len`` is None for a layer of one sequence, whose errors call both lengths seq_len. ``name`` is that of the
+    argument in errors; None for "mask".
     """
     rule = f"seq_len={q_len} (queries, keys)" if kv_len is None else f"(q_len, kv_len) = {(q_len, kv_len)}"
     kv_len = q_len if kv_len is None else kv_len

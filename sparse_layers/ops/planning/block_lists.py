@@ -39,23 +39,17 @@ class BlockLists:
 
     Arrays are numpy's if the pairs are planned, JAX's otherwise. Batch entry b and query head h have list
     ``(b % LB, h // group % LH)``; a major block without entries has an empty list.
-
-    Attributes:
-      spans: int32 [LB, LH, blocks, 3], for each major block the index of its first entry, of its first PARTIAL entry,
-        and its end. Lists may lie anywhere in ``block``, in any order.
-      block: int32 [entries], the minor block of each entry.
-      tile: int32 [entries], the mask tile of a PARTIAL entry; -1 if segment ids alone limit it.
-      active_rows_mask: int32 [entries], or None: bit i is set if the i-th part of the query block selected this entry.
-      minor_blocks: number of blocks on the minor side.
-      group: number of neighbouring query heads that share a list.
     """
 
+    # int32 [LB, LH, blocks, 3], for each major block the index of its first entry, of its first PARTIAL entry, and its
+    # end. Lists may lie anywhere in ``block``, in any order.
     spans: Any
-    block: Any
-    tile: Any
+    block: Any  # int32 [entries], the minor block of each entry
+    tile: Any  # int32 [entries], the mask tile of a PARTIAL entry; -1 if segment ids alone limit it
+    # int32 [entries], or None: bit i is set if the i-th part of the query block selected this entry.
     active_rows_mask: Any
-    minor_blocks: int
-    group: int = 1
+    minor_blocks: int  # number of blocks on the minor side
+    group: int = 1  # number of neighbouring query heads that share a list
 
     @property
     def counts(self) -> Any:
@@ -70,26 +64,16 @@ class BlockLists:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockPairs:
-    """Pairs of blocks that may be active, in any order, each once.
+    """Pairs of blocks that may be active, in any order, each once."""
 
-    Attributes:
-      row: int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB.
-      column: int32 [LB, LH, n], the block of keys.
-      kind: integers [LB, LH, n], EMPTY, PARTIAL or FULL.
-      tile: int32 [LB, LH, n], the mask tile of PARTIAL ones; -1 for none.
-      active_rows_mask: int32 [LB, LH, n], or None; see `BlockLists`.
-      blocks: number of query blocks and of key blocks.
-      group: see `BlockLists`.
-      max_in_row: number of pairs of each row, one row after the other, if rows are known at run time only; else None.
-    """
-
-    row: Any
-    column: Any
-    kind: Any
-    tile: Any
-    active_rows_mask: Any
-    blocks: tuple[int, int]
-    group: int = 1
+    row: Any  # int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB
+    column: Any  # int32 [LB, LH, n], the block of keys
+    kind: Any  # integers [LB, LH, n], EMPTY, PARTIAL or FULL
+    tile: Any  # int32 [LB, LH, n], the mask tile of PARTIAL ones; -1 for none
+    active_rows_mask: Any  # int32 [LB, LH, n], or None; see `BlockLists`
+    blocks: tuple[int, int]  # number of query blocks and of key blocks
+    group: int = 1  # see `BlockLists`
+    # Number of pairs of each row, one row after the other, if rows are known at run time only; else None.
     max_in_row: int | None = None
 
     def longest(self, kv_major: bool) -> int:
@@ -181,13 +165,7 @@ class BlockPairs:
     def with_segments(
         self, segments: tuple[jax.Array, jax.Array] | None, orders: tuple[RowOrder, RowOrder], shape: tuple[int, int]
     ) -> "BlockPairs":
-        """Returns the pairs whose segments may meet; a pair stays FULL only if it lies in one segment.
-
-        Args:
-          segments: int32 ids of queries [B, T] and of keys [B, S], negative ones for padding; None drops nothing.
-          orders: row orders of queries and of keys.
-          shape: (bq, bkv), rows of a block.
-        """
+        """Returns the pairs whose segments may meet; a pair stays FULL only if it lies in one segment."""
         if segments is None:
             return self
         q_ids, kv_ids = (SegmentRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
@@ -201,17 +179,11 @@ class BlockPairs:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentRanges:
-    """The ranges of segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n].
+    """The ranges of segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n]."""
 
-    Attributes:
-      min_valid: the smallest id >= 0; the largest int32 if a block is all padding.
-      min_id: the smallest id, negative if a block has padding.
-      max_id: the largest id.
-    """
-
-    min_valid: Any
-    min_id: Any
-    max_id: Any
+    min_valid: Any  # the smallest id >= 0; the largest int32 if a block is all padding
+    min_id: Any  # the smallest id, negative if a block has padding
+    max_id: Any  # the largest id
 
     @staticmethod
     def of_blocks(order: RowOrder, ids: jax.Array, block: int) -> "SegmentRanges":
@@ -239,15 +211,9 @@ class SegmentRanges:
 def planned_block_pairs(
     masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool
 ) -> tuple[BlockPairs, np.ndarray | None]:
-    """Returns the active blocks of masks in row space, one mask for each list head; cached.
+    """Returns the active blocks of masks in the same row orders, sorted, and their distinct tiles, packed; cached.
 
-    Args:
-      masks: with the same row orders.
-      shape: (bq, bkv), rows of a block.
-      with_tiles: True makes mask tiles; False gives PARTIAL pairs the tile 0, and kernels compute the rule.
-
-    Returns:
-      The pairs, sorted by row and then by column, and the distinct tiles as `pack_tiles` has them.
+    Without ``with_tiles``, PARTIAL pairs get the tile 0, and kernels compute the rule.
     """
     return _planned_block_pairs(tuple(masks), shape, with_tiles)
 
@@ -435,17 +401,11 @@ def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateTable:
-    """The states of all blocks of masks, looked up for the blocks that a selection names.
+    """The states of all blocks of masks, looked up for the blocks that a selection names."""
 
-    Attributes:
-      states: int32 [C, R, columns], the mask tile of a PARTIAL block, or `_IS_EMPTY` or `_IS_FULL`.
-      blocks: number of query blocks and of key blocks.
-      blocks_per_row: query blocks in a row of ``states``; their mask tiles are consecutive cuts of its tile.
-    """
-
-    states: Any
-    blocks: tuple[int, int]
-    blocks_per_row: int
+    states: Any  # int32 [C, R, columns], the mask tile of a PARTIAL block, or `_IS_EMPTY` or `_IS_FULL`
+    blocks: tuple[int, int]  # number of query blocks and of key blocks
+    blocks_per_row: int  # query blocks in a row of ``states``; their mask tiles are consecutive cuts of its tile
 
     def lookup(self, head: Any, row: Any, column: Any) -> jax.Array:
         """Returns the entries of blocks: a mask tile, `_IS_EMPTY` or `_IS_FULL`."""

@@ -30,19 +30,11 @@ _PART = 16  # side, in elements, of the rectangles within a block that are tried
 
 
 class BlockGrid(NamedTuple):
-    """The non-empty cells of a block grid, row by row, each row from left to right. Arrays are read-only.
+    """The non-empty cells of a block grid, row by row, each row from left to right. Arrays are read-only."""
 
-    Attributes:
-      rows: int32 [n], block index along the queries.
-      columns: int32 [n], block index along the keys.
-      states: int8 [n], 1 (PARTIAL: some pairs are allowed) or 2 (FULL: all are).
-      num_rows: number of query blocks.
-      num_columns: number of key blocks.
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
-    states: np.ndarray
+    rows: np.ndarray  # int32 [n], block index along the queries
+    columns: np.ndarray  # int32 [n], block index along the keys
+    states: np.ndarray  # int8 [n], 1 (PARTIAL: some pairs are allowed) or 2 (FULL: all are)
     num_rows: int
     num_columns: int
 
@@ -60,19 +52,9 @@ def outside_trace() -> Iterator[None]:
 @bounded_cache()
 @outside_trace()
 def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, block_kv: int) -> BlockGrid:
-    """Lists the blocks in which the mask allows anything, with their exact states.
+    """Lists the blocks in which the mask allows anything, with their exact states; cached.
 
     The mask is only asked about queries below ``num_rows * block_q`` and keys below ``num_columns * block_kv``.
-
-    Args:
-      mask: any mask.
-      num_rows: number of query blocks.
-      num_columns: number of key blocks.
-      block_q: queries in a block.
-      block_kv: keys in a block.
-
-    Returns:
-      A `BlockGrid`, cached by the arguments.
 
     Example:
       >>> import sparse_layers as sl
@@ -123,17 +105,9 @@ def _nonzero(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def masked_tiles(
     mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int, samples: int | None = None
 ) -> Iterator[np.ndarray]:
-    """Evaluates blocks element by element, a bounded number at a time.
+    """Yields the elements of n blocks, at ``rows`` and ``columns`` [n], in chunks: bool [<= n, block_q, block_kv].
 
-    Args:
-      mask: any mask.
-      rows, columns: integer arrays [n], the blocks' indices along queries and keys.
-      block_q: queries in a block.
-      block_kv: keys in a block.
-      samples: number of queries and of keys of a block that are evaluated, its first and last among them; None for all.
-
-    Yields:
-      The n tiles in their order, in chunks: bool [<= n, block_q, block_kv], or [<= n, samples, samples].
+    With ``samples``, this many queries and keys of a block are evaluated, its first and last among them.
     """
     q, k = (
         np.arange(n) if samples is None else np.linspace(0, n - 1, samples).astype(np.int64)

@@ -14,13 +14,7 @@ from .planner import make_plan
 
 
 def is_causal(mask: Mask, length: int) -> bool:
-    """True if no query of a mask sees a later key, in a sequence of ``length`` tokens; exact.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> is_causal(sl.Window(8), 64), is_causal(sl.Window(8, 1), 64)
-      (True, False)
-    """
+    """True if no query of a mask sees a later key, in a sequence of ``length`` tokens; exact."""
     return look_ahead(mask, length) is None
 
 
@@ -40,17 +34,9 @@ def look_ahead(mask: Mask, length: int) -> tuple[int, int] | None:
 
 
 def check_causal(mask: Mask, length: int, name: str, rule: str, otherwise: str = "") -> None:
-    """Refuses a mask in which a query sees a later key.
+    """Refuses a mask in which a query sees a later key; the error names the pair, and the causal mask to write.
 
-    Args:
-      mask: any mask.
-      length: tokens of the sequence.
-      name: of the argument that the mask comes from.
-      rule: the reason why it must be causal.
-      otherwise: what may be written instead of a causal mask.
-
-    Raises:
-      ValueError: names the pair, and the causal mask to write.
+    ``rule`` is the reason why the argument ``name`` must be causal, ``otherwise`` what else may be written.
     """
     pair = look_ahead(mask, length)
     if pair is not None:

@@ -34,14 +34,10 @@ ZIGZAG_ROWS = 7000
 
 
 class MaskPart(NamedTuple):
-    """A part of the masks, and its exchange.
+    """A part of the masks, and its exchange."""
 
-    Attributes:
-      exchange: how keys come to the queries of the part.
-      masks: for each of the masks that heads take in turn, the part of it that takes this exchange; `Empty` if none.
-    """
-
-    exchange: Exchange
+    exchange: Exchange  # how keys come to the queries of the part
+    # For each of the masks that heads take in turn, the part of it that takes this exchange; `Empty` if none.
     masks: tuple[Mask, ...]
 
 
@@ -50,13 +46,6 @@ def plan_exchanges(
     masks: tuple[Mask, ...], length: int, devices: int, implementation: str, groups: int = 1
 ) -> tuple[MaskPart, ...]:
     """Returns the disjoint parts of masks, each with its exchange, at the least cost.
-
-    Args:
-      masks: that heads take in turn.
-      length: tokens of the sequence.
-      devices: that share the sequence.
-      implementation: its block sizes determine the cost of computing.
-      groups: query heads of a key head.
 
     Example:
       >>> import sparse_layers as sl
@@ -80,9 +69,6 @@ def padded_length(masks: tuple[Mask, ...], length: int, devices: int, implementa
 
     Tokens behind the last one change nothing under causal masks that are the same rule at any length. For other masks
     the length is returned.
-
-    Args:
-      masks, length, devices, implementation, groups: as of `plan_exchanges`.
 
     Example:
       >>> import sparse_layers as sl
@@ -228,10 +214,7 @@ def _merge_halos(halos: Sequence[Halo]) -> Halo:
 def _cost(exchange: Exchange, costs: np.ndarray, groups: int) -> float:
     """Returns the cost of a part, in pairs of a head: of the busiest device, and of the busiest receiver.
 
-    Args:
-      exchange: the part's.
-      costs: of computing each of 2 P chunks of the queries.
-      groups: query heads of a key head.
+    ``costs`` are those of computing each of 2 P chunks of the queries.
     """
     first, second = costs[: exchange.devices], costs[: exchange.devices - 1 : -1]
     received = map(exchange.received, range(exchange.devices))

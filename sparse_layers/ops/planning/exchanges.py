@@ -45,19 +45,12 @@ class TokenBytes(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The rows that a device receives in an exchange, in all heads.
+    """The rows that a device receives in an exchange, in all heads."""
 
-    Attributes:
-      keys: rows of key and value in a forward pass.
-      queries: rows of query in a forward pass; of dout, lse and delta in a backward pass.
-      results: rows of out and lse in a forward pass, for queries that live here; of dq in a backward pass.
-      gradients: rows of dk and dv in a backward pass.
-    """
-
-    keys: int
-    queries: int = 0
-    results: int = 0
-    gradients: int = 0
+    keys: int  # rows of key and value in a forward pass
+    queries: int = 0  # rows of query in a forward pass; of dout, lse and delta in a backward pass
+    results: int = 0  # rows of out and lse in a forward pass, for queries that live here; of dq in a backward pass
+    gradients: int = 0  # rows of dk and dv in a backward pass
 
     def nbytes(self, token: TokenBytes) -> tuple[int, int]:
         """Returns the bytes of a forward and of a backward pass."""
@@ -68,15 +61,10 @@ class Received(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange(abc.ABC):
-    """A way to bring keys to queries, or both to a third device, in context parallelism.
+    """A way to bring keys to queries, or both to a third device, in context parallelism."""
 
-    Attributes:
-      length: tokens T of the sequence.
-      devices: P, the devices that share the sequence.
-    """
-
-    length: int
-    devices: int
+    length: int  # tokens T of the sequence
+    devices: int  # P, the devices that share the sequence
 
     @property
     def local_len(self) -> int:
@@ -124,7 +112,7 @@ class Exchange(abc.ABC):
             # Moved towards the first tokens by whole periods, which changes nothing.
             by = min(q_order.offset, kv_order.offset) // period * period
             moved = [dataclasses.replace(x, offset=x.offset - by) for x in (q_order, kv_order)]
-            if all(_last_token(x) < self.length for x in (q_order, kv_order)):
+            if all(int(x.token(x.rows - 1)) < self.length for x in (q_order, kv_order)):
                 q_order, kv_order = moved
         return _reorder(mask, q_order, kv_order)
 
@@ -144,16 +132,11 @@ class Exchange(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Halo(Exchange):
-    """Devices receive ``left`` keys before their own tokens and ``right`` keys behind them.
+    """Devices receive ``left`` keys before their own tokens and ``right`` keys behind them."""
 
-    Attributes:
-      left: a multiple of ``stride``.
-      right: any number.
-      stride: of masks whose queries see keys of their own residue only: a row has the residue of its token. Else 1.
-    """
-
-    left: int
-    right: int
+    left: int  # a multiple of ``stride``
+    right: int  # any number
+    # Of masks whose queries see keys of their own residue only: a row has the residue of its token. Else 1.
     stride: int = 1
 
     @property
@@ -187,17 +170,12 @@ class AllGather(Exchange):
     Under a causal mask the last queries see the most keys. In zigzag order, device i computes the i-th chunk of 2 P
     chunks of the sequence and the i-th from the end, and sends the results to where the queries live. Each chunk is a
     call of its own: while one is computed, queries and results of the other one travel.
-
-    Attributes:
-      order: of the keys; all of them in natural order.
-      stride: as of `Halo`; it divides a device's tokens, and those of a chunk in zigzag order.
-      zigzag: True if queries are computed in zigzag order.
-      half: of a chunk in zigzag order, 0 or 1 for the first or second half of each device's queries; else None.
     """
 
-    order: RowOrder
-    stride: int = 1
-    zigzag: bool = False
+    order: RowOrder  # of the keys; all of them in natural order
+    stride: int = 1  # as of `Halo`; it divides a device's tokens, and those of a chunk in zigzag order
+    zigzag: bool = False  # True if queries are computed in zigzag order
+    # Of a chunk in zigzag order, 0 or 1 for the first or second half of each device's queries; else None.
     half: int | None = None
 
     @property
@@ -334,10 +312,6 @@ def _broadcast_sends(devices: int) -> list[int]:
     """Returns the sends of each device in `broadcast_steps`: as many gradients return to it."""
     senders = [sender for step in broadcast_steps(devices) for sender, _ in step]
     return [int(n) for n in np.bincount(senders, minlength=devices)]
-
-
-def _last_token(order: RowOrder) -> int:
-    return int(order.token(order.rows - 1))
 
 
 def _reorder(mask: Mask, q_order: RowOrder, kv_order: RowOrder) -> Mask:

@@ -9,17 +9,12 @@ from .plan import Pass
 
 @dataclasses.dataclass(frozen=True)
 class HeadGroup:
-    """The query heads first, first + step, first + 2 * step, ..., up to the last of all N.
+    """The query heads first, first + step, first + 2 * step, ..., up to the last of all N."""
 
-    Attributes:
-      first: the first of these heads.
-      step: from one of them to the next.
-      passes: for each pass of the chain, the `Pass` values that these heads take in turn: head i of the group takes
-        entry ``i % len``. They differ in their masks only. () if the blocks of the pass are known at run time only.
-    """
-
-    first: int
-    step: int
+    first: int  # the first of these heads
+    step: int  # from one of them to the next
+    # For each pass of the chain, the `Pass` values that these heads take in turn: head i of the group takes entry ``i %
+    # len``. They differ in their masks only. () if the blocks of the pass are known at run time only.
     passes: tuple[tuple[Pass, ...], ...]
 
     def select(self, x: Any, axis: int = 2) -> Any:
@@ -30,13 +25,8 @@ class HeadGroup:
 def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tuple[HeadGroup, ...]:
     """Groups query heads by the chains that they take in turn: head h takes chain ``h % len(chains)``.
 
-    Args:
-      chains: the passes of each chain; None stands for a pass whose blocks are known at run time only.
-      merge: True if the backend takes several masks in one pass. Chains that differ in their masks alone are then one
-        group of all heads.
-
-    Returns:
-      The groups by their first heads: one for each chain, or one for all.
+    With ``merge``, for backends that take several masks in one pass, chains that differ in their masks alone are one
+    group of all heads. A pass is None if its blocks are known at run time only.
 
     Example:
       >>> import sparse_layers as sl

@@ -136,11 +136,7 @@ class BwdParams(KernelParams):
 
 
 def resolve_params(fwd_params: FwdParams | None, bwd_params: BwdParams | None) -> tuple[FwdParams, BwdParams]:
-    """Returns both parameters with None replaced by the defaults; backward blocks default to the forward's.
-
-    Raises:
-      ValueError: an argument is of another type.
-    """
+    """Returns both parameters with None replaced by the defaults; backward blocks default to the forward's."""
     for name, params, kind in (("fwd_params", fwd_params, FwdParams), ("bwd_params", bwd_params, BwdParams)):
         if params is not None and not isinstance(params, kind):
             raise ValueError(f"{name} must be {kind.__name__} or None, got {params!r}")

@@ -40,25 +40,15 @@ _MASKS, _SIDE, _LOOKS = 8, 48, 1 << 22
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """One block-sparse attention of a chain, in row orders of its own.
+    """One block-sparse attention of a chain, in row orders of its own."""
 
-    Attributes:
-      q_order: token of each query row.
-      kv_order: token of each key row.
-      mask: the pattern in row space, disjoint from the masks of earlier passes.
-      fwd_shape: (bq, bkv), block shape of the forward lists.
-      bwd_shape: (bq, bkv), block shape of the backward lists.
-      fwd_blocks: number of blocks that the forward pass computes.
-      bwd_blocks: number of blocks that the backward pass computes.
-    """
-
-    q_order: RowOrder
-    kv_order: RowOrder
-    mask: Reordered
-    fwd_shape: tuple[int, int]
-    bwd_shape: tuple[int, int]
-    fwd_blocks: int
-    bwd_blocks: int
+    q_order: RowOrder  # token of each query row
+    kv_order: RowOrder  # token of each key row
+    mask: Reordered  # the pattern in row space, disjoint from the masks of earlier passes
+    fwd_shape: tuple[int, int]  # (bq, bkv), block shape of the forward lists
+    bwd_shape: tuple[int, int]  # (bq, bkv), block shape of the backward lists
+    fwd_blocks: int  # number of blocks that the forward pass computes
+    bwd_blocks: int  # number of blocks that the backward pass computes
 
     @property
     def fwd(self) -> MaskInfo:
@@ -83,17 +73,12 @@ class Pass:
 
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the rows of q and of k/v, rounded up to whole blocks of ``shape``."""
-        q_rows, kv_rows = (-(-order.rows // n) * n for order, n in zip(self._orders, shape, strict=True))
-        return q_rows, kv_rows
+        return -(-self.q_order.rows // shape[0]) * shape[0], -(-self.kv_order.rows // shape[1]) * shape[1]
 
     def active_blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns row, column and state of each block that the forward pass computes, int32 [fwd_blocks] each."""
         pairs, _ = planned_block_pairs([self.mask], self.fwd_shape, False)
         return pairs.row[0, 0], pairs.column[0, 0], pairs.kind[0, 0]
-
-    @property
-    def _orders(self) -> tuple[RowOrder, RowOrder]:
-        return self.q_order, self.kv_order
 
     @property
     def _grid_shape(self) -> tuple[int, int]:
@@ -117,15 +102,10 @@ class Pass:
 
 
 class Candidate(NamedTuple):
-    """A chain that the planner weighed.
+    """A chain that the planner weighed."""
 
-    Attributes:
-      orders: the row orders of its passes, in words.
-      cost: estimated cost in (query, key) pairs.
-    """
-
-    orders: str
-    cost: int
+    orders: str  # the row orders of its passes, in words
+    cost: int  # estimated cost in (query, key) pairs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

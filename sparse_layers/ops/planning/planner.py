@@ -106,16 +106,9 @@ def finish_pass(candidate: PassCandidate, params: BwdParams) -> Pass:
 def decomposition_costs(
     mask: Mask, length: int, tuning: Tuning, num_chunks: int
 ) -> list[list[tuple[RowOrderPair, Mask, np.ndarray]]]:
-    """Returns the terms of each of the `decompositions` with their costs. Grids are not cut into tiles.
+    """Returns, of each of the `decompositions`, the terms that allow any pair: (row orders, term, cost of each chunk).
 
-    Args:
-      mask: the mask.
-      length: tokens of the sequence.
-      tuning: the costs of blocks.
-      num_chunks: chunks of equal length, into which the queries are cut.
-
-    Returns:
-      For each decomposition the terms that allow any pair: (row orders, term, cost in pairs of each chunk).
+    Queries are cut into ``num_chunks`` of equal length; costs are in pairs. Grids are not cut into tiles.
     """
     costs = []
     for _, terms in decompositions(mask, length, length):

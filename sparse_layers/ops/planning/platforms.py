@@ -22,44 +22,31 @@ class Tuning:
     """The block shapes of an implementation and their costs, by which the planner chooses.
 
     A cost is a number of (query, key) pairs: the time that the implementation takes for as many pairs of a block.
-
-    Attributes:
-      block_shapes: block shapes (queries, keys) to choose from, ascending.
-      cost_factors: one factor for the cost of each block shape; () for 1.
-      step_cost: cost of one block of any size.
-      partial_cost: cost of a pair in a PARTIAL block.
-      max_operations: kernels compute a mask's rule if it takes at most this number of operations for each pair, and
-        read mask tiles otherwise. None: they compute every computable mask.
-      operation_cost: added to ``partial_cost`` for each operation above ``max_operations`` if the rule is computed
-        nonetheless.
-      max_list_bytes: limit of the block lists of a pass, at 4 bytes a block, or 8 with mask tiles; None for no limit.
-        Above it, blocks grow.
-      max_block: largest side of a block that grows.
-      max_stretched_keys: blocks grow along the keys alone up to this length, and backward along the queries; then
-        along both.
-      bwd_block_shape: block shape of the backward pass; None for that of the forward pass.
-      deterministic_bwd_block_shape: the same under ``BwdParams(deterministic=True)``; None for ``bwd_block_shape``.
-      capability: compute capability that a GPU must have, as JAX writes it; None for any device.
-      itemsize: bytes of an element that it computes with; None for any.
-      head_sizes: head sizes that it takes; None for all.
-      min_jax: the first version of JAX that it runs with.
     """
 
-    block_shapes: tuple[tuple[int, int], ...]
-    cost_factors: tuple[float, ...] = ()
-    step_cost: int = 0
-    partial_cost: float = 1.0
+    block_shapes: tuple[tuple[int, int], ...]  # block shapes (queries, keys) to choose from, ascending
+    cost_factors: tuple[float, ...] = ()  # one factor for the cost of each block shape; () for 1
+    step_cost: int = 0  # cost of one block of any size
+    partial_cost: float = 1.0  # cost of a pair in a PARTIAL block
+    # Kernels compute a mask's rule if it takes at most this number of operations for each pair, and read mask tiles
+    # otherwise. None: they compute every computable mask.
     max_operations: int | None = None
+    # Added to ``partial_cost`` for each operation above ``max_operations`` if the rule is computed nonetheless.
     operation_cost: float = 0.0
+    # Limit of the block lists of a pass, at 4 bytes a block, or 8 with mask tiles; None for no limit. Above it, blocks
+    # grow.
     max_list_bytes: int | None = None
-    max_block: int | None = None
+    max_block: int | None = None  # largest side of a block that grows
+    # Blocks grow along the keys alone up to this length, and backward along the queries; then along both.
     max_stretched_keys: int = 0
+    # Block shape of the backward pass; None for that of the forward pass.
     bwd_block_shape: tuple[int, int] | None = None
+    # The same under ``BwdParams(deterministic=True)``; None for ``bwd_block_shape``.
     deterministic_bwd_block_shape: tuple[int, int] | None = None
-    capability: str | None = None
-    itemsize: int | None = None
-    head_sizes: range | None = None
-    min_jax: tuple[int, ...] = ()
+    capability: str | None = None  # compute capability that a GPU must have, as JAX writes it; None for any device
+    itemsize: int | None = None  # bytes of an element that it computes with; None for any
+    head_sizes: range | None = None  # head sizes that it takes; None for all
+    min_jax: tuple[int, ...] = ()  # the first version of JAX that it runs with
 
 
 _UNTUNED = Tuning(block_shapes=((128, 128),))
@@ -103,11 +90,7 @@ TUNING = {
 
 
 def check_implementation(name: Any) -> None:
-    """Raises an error if a name is neither None nor that of an implementation.
-
-    Raises:
-      ValueError: names the implementations, and the one with the most similar name.
-    """
+    """Raises an error if a name is neither None nor that of an implementation."""
     if name is not None and name not in tuple(TUNING):
         raise ValueError(f"implementation must be None or one of implementations(), got {suggest(name, TUNING)}")
 

@@ -9,17 +9,11 @@ from ...masks.pictures import svg
 
 
 class PassRow(NamedTuple):
-    """One pass in a table.
+    """One pass in a table."""
 
-    Attributes:
-      orders: its row orders, in words.
-      blocks: its number of blocks, in words.
-      cells: int8 [rows, columns], the block states that the picture shows.
-    """
-
-    orders: str
-    blocks: str
-    cells: np.ndarray
+    orders: str  # its row orders, in words
+    blocks: str  # its number of blocks, in words
+    cells: np.ndarray  # int8 [rows, columns], the block states that the picture shows
 
 
 class Section(NamedTuple):
@@ -35,12 +29,7 @@ def head_names(h: int, period: int) -> str:
 
 
 def html_table(caption: str, sections: list[Section], num_hidden: int) -> str:
-    """Returns a table of sections, with a last line for ``num_hidden`` masks that it does not show.
-
-    Example:
-      >>> html_table("Plan", [], 2)
-      '<table><caption>Plan</caption><tr><td colspan="4">and 2 masks more</td></tr></table>'
-    """
+    """Returns a table of sections, with a last line for ``num_hidden`` masks that it does not show."""
     lines = []
     for title, rows in sections:
         lines.append(f'<tr><th colspan="4" style="text-align: left">{title}</th></tr>')

@@ -39,44 +39,30 @@ from ...masks.states import (
 
 
 class Axis(NamedTuple):
-    """One axis of a row order. It adds to the token of a row its coordinate on the axis, times ``stride``.
+    """One axis of a row order. It adds to the token of a row its coordinate on the axis, times ``stride``."""
 
-    Attributes:
-      stride: tokens between neighbouring coordinates.
-      length: number of coordinates; 0 for the first axis, whose coordinate needs no remainder.
-      kept: number of coordinates that have rows.
-      phase: positions of the first tile that come before coordinate 0, and have no token.
-      checked: True if the last tiles have positions after ``kept`` coordinates, and no token there.
-      digits: the position, coordinate + phase, is the sum of ``row // rows % size * step`` over digits (rows, size,
-        step), without the remainder where size is 0.
-    """
-
-    stride: int
-    length: int
-    kept: int
-    phase: int
-    checked: bool
+    stride: int  # tokens between neighbouring coordinates
+    length: int  # number of coordinates; 0 for the first axis, whose coordinate needs no remainder
+    kept: int  # number of coordinates that have rows
+    phase: int  # positions of the first tile that come before coordinate 0, and have no token
+    checked: bool  # True if the last tiles have positions after ``kept`` coordinates, and no token there
+    # The position, coordinate + phase, is the sum of ``row // rows % size * step`` over digits (rows, size, step),
+    # without the remainder where size is 0.
     digits: tuple[tuple[int, int, int], ...]
 
 
 class Box(NamedTuple):
-    """A box of coordinates that holds the tokens of rows first .. last of a row order.
+    """A box of coordinates that holds the tokens of rows first .. last of a row order."""
 
-    Attributes:
-      low, high: first and last coordinate on each axis, of those that have rows.
-      first, last: first and last token of the box, of those that exist.
-      covered: for each axis, True if every coordinate from low to high is that of some row.
-      exact: True if every token of the box is that of some row.
-      exists: FULL if all rows have a token, PARTIAL if some have, EMPTY if none has.
-    """
-
+    # First and last coordinate on each axis, of those that have rows.
     low: list[np.ndarray]
     high: list[np.ndarray]
+    # First and last token of the box, of those that exist.
     first: np.ndarray
     last: np.ndarray
-    covered: list[np.ndarray]
-    exact: np.ndarray
-    exists: np.ndarray
+    covered: list[np.ndarray]  # for each axis, True if every coordinate from low to high is that of some row
+    exact: np.ndarray  # True if every token of the box is that of some row
+    exists: np.ndarray  # FULL if all rows have a token, PARTIAL if some have, EMPTY if none has
 
     @property
     def contiguous(self) -> np.ndarray:
@@ -92,22 +78,14 @@ class RowOrder:
     Token ``offset + p`` has the row-major coordinates of p in ``shape``. The coordinates below ``kept`` are cut into
     tiles; tiles follow each other in row-major order, and so do the tokens of a tile. Where ``tile`` does not divide
     ``kept``, rows of the last tiles have no token. Natural order, ``RowOrder(length)``, is one axis and one tile.
-
-    Attributes:
-      length: number of tokens of the sequence.
-      shape: lengths of the axes, the slowest first.
-      tile: coordinates of a tile on each axis.
-      kept: number of coordinates of each axis that have rows.
-      offset: the first token that has a row.
-      phase: number of coordinates by which the first tile begins before the axis.
     """
 
-    length: int
-    shape: tuple[int, ...] = ()
-    tile: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    offset: int = 0
-    phase: tuple[int, ...] = ()
+    length: int  # number of tokens of the sequence
+    shape: tuple[int, ...] = ()  # lengths of the axes, the slowest first
+    tile: tuple[int, ...] = ()  # coordinates of a tile on each axis
+    kept: tuple[int, ...] = ()  # number of coordinates of each axis that have rows
+    offset: int = 0  # the first token that has a row
+    phase: tuple[int, ...] = ()  # number of coordinates by which the first tile begins before the axis
 
     def __post_init__(self):
         shape = self.shape or (self.length,)
@@ -312,21 +290,11 @@ def _resized(x: jax.Array, axis: int, size: int, before: int = 0, fill: float = 
 
 @dataclasses.dataclass(frozen=True)
 class Reordered(Mask):
-    """``mask`` seen in row space: allowed iff both rows have a token and ``mask`` allows the pair of tokens.
-
-    Attributes:
-      mask: the mask on tokens.
-      q_order: row order of the queries.
-      kv_order: row order of the keys.
-    """
+    """``mask`` seen in row space: allowed iff both rows have a token and ``mask`` allows the pair of tokens."""
 
     mask: Mask
     q_order: RowOrder
     kv_order: RowOrder
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
 
     def __call__(self, q, k):
         q, k = self.q_order.token(q), self.kv_order.token(k)
@@ -430,12 +398,7 @@ RowOrderPair = tuple[RowOrder, RowOrder]
 
 
 def describe_orders(orders: RowOrderPair) -> str:
-    """Returns the row orders of queries and keys in words, once if they are the same.
-
-    Example:
-      >>> describe_orders((RowOrder(64), RowOrder.periodic(64, 64, 0, 4)))
-      'keys: tokens 0 to 3 only'
-    """
+    """Returns the row orders of queries and keys in words, once if they are the same."""
     q_order, kv_order = orders
     if q_order == kv_order or (q_order.natural and kv_order.natural):
         return str(q_order)

@@ -117,11 +117,7 @@ def known(x: Any) -> np.ndarray | None:
 
 
 def checked_sizes(block: Any, granularity: Any) -> tuple[int, int]:
-    """Returns the block and the granularity of a selection.
-
-    Raises:
-      ValueError: a value that `Selection` does not take.
-    """
+    """Returns the block and the granularity of a selection."""
     size = as_int(block)
     if size is None or size % 16 or not 16 <= size <= 512:
         raise ValueError(f"block must be a multiple of 16 from 16 to 512, got {block!r}")
@@ -247,11 +243,7 @@ def _allowed_and_forced(rows, blocks, block, granularity, causal, forced, start)
 
 
 def checked_position(name: str, position: Any) -> Any:
-    """Returns the argument ``name``, a position among the keys: an integer or an integer JAX array [].
-
-    Raises:
-      ValueError: another shape or dtype, or an integer below 0.
-    """
+    """Returns the argument ``name``, a position among the keys: an integer or an integer JAX array []."""
     if not isinstance(position, jax.Array):
         return checked(name, position, Natural)
     if position.shape or not jnp.issubdtype(position.dtype, jnp.integer):

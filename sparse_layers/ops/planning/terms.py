@@ -42,14 +42,8 @@ def decompositions(
 ) -> Iterator[tuple[str, list[tuple[RowOrderPair, Mask]]]]:
     """Yields the ways to cut a mask into disjoint terms, first the mask as one term in natural order.
 
-    Args:
-      mask: the mask.
-      q_len: number of queries T.
-      kv_len: number of keys S.
-      tuning: costs of blocks, by which grids are cut into tiles; None leaves grids in natural order.
-
-    Yields:
-      The row orders in words, and for each term its row orders of queries and keys, and its mask.
+    Each is the row orders in words, and for each term its row orders of queries and keys, and its mask. By the costs of
+    ``tuning``, grids are cut into tiles; None leaves them in natural order.
     """
     natural: RowOrderPair = (RowOrder(q_len), RowOrder(kv_len))
     yield str(natural[0]), [(natural, mask)]

@@ -27,20 +27,14 @@ _DTYPES = "float32", "bfloat16", "float16"
 
 @dataclasses.dataclass(frozen=True)
 class CacheRead:
-    """The rows of one pair of cache arrays that queries read.
+    """The rows of one pair of cache arrays that queries read."""
 
-    Attributes:
-      keys, values: [B, heads, rows, H] and [B, heads, rows, Hv].
-      heads: heads of the arrays that are read; entry i is that of the i-th group of query heads.
-      rows: int32 [B * S, 1 or heads, L], list of rows of a head that a query sees, -1 for none.
-      classes: entry i of a list is not seen before position i * classes; 0 if that is unknown.
-    """
-
+    # [B, heads, rows, H] and [B, heads, rows, Hv].
     keys: jax.Array
     values: jax.Array
-    heads: tuple[int, ...]
-    rows: jax.Array
-    classes: int = 0
+    heads: tuple[int, ...]  # heads of the arrays that are read; entry i is that of the i-th group of query heads
+    rows: jax.Array  # int32 [B * S, 1 or heads, L], list of rows of a head that a query sees, -1 for none
+    classes: int = 0  # entry i of a list is not seen before position i * classes; 0 if that is unknown
 
 
 class LogitScaling(NamedTuple):
@@ -109,11 +103,9 @@ def step(
     """Computes attention of one query a sequence (S = 1) to rows of a cache and to a new token, and writes the token.
 
     Args:
-      query: as of `attend`.
       new: the token's keys [B, heads, H] and values [B, heads, Hv].
       reads: as of `attend`, of different arrays with all their heads; their rows exclude those of the token.
       slots: int32 [B, 1 + arrays]: 0 if the query sees the token, else -1; then its row in each array, -1 for none.
-      at, options, sinks: as of `attend`.
 
     Returns:
       (out as of `attend`, keys and values of each of the reads with the token).

@@ -23,15 +23,10 @@ _REQUIRED = {80: 81, 100: 86, 103: 88, 120: 87, 121: 88}
 
 
 class Assembler(NamedTuple):
-    """A ptxas.
-
-    Attributes:
-      path: the file.
-      cuda: the CUDA release that it belongs to: major, minor, patch.
-    """
+    """A ptxas."""
 
     path: str
-    cuda: tuple[int, int, int]
+    cuda: tuple[int, int, int]  # the CUDA release that it belongs to: major, minor, patch
 
     @property
     def ptx_version(self) -> int:
@@ -53,11 +48,7 @@ def find_assembler() -> Assembler | None:
 
 
 def ptx_version(capability: int) -> int | str:
-    """Returns the PTX version times 10 that kernels are written in, or the reason why no version serves.
-
-    Args:
-      capability: compute capability of the GPU, times 10.
-    """
+    """Returns the PTX version times 10 that kernels are written in, or the reason why no version serves."""
     from triton.backends.nvidia.compiler import get_ptx_version_from_options
 
     known = get_ptx_version_from_options(types.SimpleNamespace(ptx_version=None), capability)

@@ -45,19 +45,12 @@ TARGET = "triton_kernel_call_ffi"
 
 
 class TensorDescriptor(NamedTuple):
-    """An array that a kernel reads or writes in tiles, by a TMA descriptor; as Triton's class of this name.
+    """An array that a kernel reads or writes in tiles, by a TMA descriptor; as Triton's class of this name."""
 
-    Attributes:
-      array: the array, or the shape and dtype of an output.
-      shape: lengths of the axes.
-      strides: elements between neighbours on each axis.
-      block_shape: lengths of a tile.
-    """
-
-    array: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
+    array: Any  # the array, or the shape and dtype of an output
+    shape: tuple[int, ...]  # lengths of the axes
+    strides: tuple[int, ...]  # elements between neighbours on each axis
+    block_shape: tuple[int, ...]  # lengths of a tile
 
     @classmethod
     def of(cls, array: Any, block_shape: tuple[int, ...]) -> "TensorDescriptor":
@@ -66,41 +59,25 @@ class TensorDescriptor(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A kernel in PTX.
-
-    Attributes:
-      name: name of its entry.
-      ptx: the code.
-      num_warps: warps of a program, with those of all partitions.
-      shared: bytes of shared memory of a program.
-      scratch: bytes of global memory that each program needs besides, and their alignment; () for none.
-      descriptors: element type, swizzle and box of each TMA descriptor, as Triton chose them.
-    """
+    """A kernel in PTX."""
 
     name: str
     ptx: str
-    num_warps: int
-    shared: int
-    scratch: tuple[int, ...]
+    num_warps: int  # warps of a program, with those of all partitions
+    shared: int  # bytes of shared memory of a program
+    scratch: tuple[int, ...]  # bytes of global memory that each program needs besides, and their alignment; () for none
+    # Element type, swizzle and box of each TMA descriptor, as Triton chose them.
     descriptors: tuple[dict[str, Any], ...]
 
 
 class RecordedLaunch(NamedTuple):
-    """A launch of a kernel, as `record_launches` records it.
+    """A launch of a kernel, as `record_launches` records it."""
 
-    Attributes:
-      kernel: a `triton.jit` or `gluon.jit` function.
-      dtypes: names of the dtypes of its pointers and descriptors, in their order.
-      constants: its compile-time constants, by name.
-      options: the compiler's: num_warps, and num_stages of Triton's kernels.
-      condition: "if ..." where the program decides at run time whether to launch it; else None.
-    """
-
-    kernel: Any
-    dtypes: tuple[str, ...]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
-    condition: str | None = None
+    kernel: Any  # a `triton.jit` or `gluon.jit` function
+    dtypes: tuple[str, ...]  # names of the dtypes of its pointers and descriptors, in their order
+    constants: Mapping[str, Any]  # its compile-time constants, by name
+    options: Mapping[str, Any]  # the compiler's: num_warps, and num_stages of Triton's kernels
+    condition: str | None = None  # "if ..." where the program decides at run time whether to launch it; else None
 
     @property
     def engine(self) -> str:
@@ -156,11 +133,7 @@ def record_condition(condition: str, function: Callable[..., Any]) -> Callable[.
 
 
 def check_triton() -> None:
-    """Checks that Triton is installed, whose kernels are traced.
-
-    Raises:
-      ModuleNotFoundError: it is not; says what to install.
-    """
+    """Checks that Triton is installed, whose kernels are traced."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -204,18 +177,8 @@ def call_triton(
 ) -> Sequence[jax.Array]:
     """Runs a Triton kernel whose parameters are pointers to the arrays, pointers to the outputs, and the constants.
 
-    Args:
-      kernel: a `triton.jit` function.
-      grid: programs along each axis, of which there are at most three.
-      arrays: the inputs.
-      outputs: shapes and dtypes of the outputs.
-      constants: hashable values of the ``tl.constexpr`` parameters.
-      num_warps: warps of a program.
-      num_stages: stages of the software pipeline.
-      in_place: indices of inputs that the kernel changes. They have no second pointer.
-
-    Returns:
-      The outputs, then the inputs changed ``in_place``. JAX copies these first if they are needed as they were.
+    Inputs ``in_place``, by index, have no second pointer: the kernel changes them. They are returned after the outputs.
+    JAX copies them first if they are needed as they were.
     """
     results = [*outputs, *(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place)]
     aliases = {index: len(outputs) + i for i, index in enumerate(in_place)}
@@ -233,13 +196,8 @@ def call_gluon(
 ) -> Sequence[jax.Array]:
     """Runs a Gluon kernel whose parameters are the inputs, the outputs, and the constants.
 
-    Args:
-      kernel: a `gluon.jit` function.
-      programs: number of programs.
-      inputs: arrays, or each a `TensorDescriptor` of one.
-      outputs: `jax.ShapeDtypeStruct`, or each a `TensorDescriptor` of one.
-      constants: hashable values of the ``gl.constexpr`` parameters.
-      aliases: index of an input -> index of the output that takes its memory. The kernel gets both pointers.
+    Inputs and outputs are arrays, or each a `TensorDescriptor` of one. ``aliases`` maps an input to the output that
+    takes its memory, both by index; the kernel gets both pointers.
     """
     arrays, results = ([x.array if isinstance(x, TensorDescriptor) else x for x in xs] for xs in (inputs, outputs))
     parameters = [*inputs, *outputs]
@@ -249,17 +207,10 @@ def call_gluon(
 def compile_kernel(
     kernel: Any, types: Sequence[str], constants: Mapping[str, Any], capability: int, options: Mapping[str, Any]
 ) -> Any:
-    """Compiles a kernel by Triton, which keeps the result on disk, too.
+    """Compiles a kernel to Triton's `CompiledKernel`, which Triton keeps on disk, too.
 
-    Args:
-      kernel: a `triton.jit` or `gluon.jit` function.
-      types: Triton's types of the parameters that are not constants, in their order.
-      constants: values of the other parameters, by name.
-      capability: compute capability of the GPU, times 10.
-      options: options of Triton's CUDA compiler, such as num_warps and ptx_version.
-
-    Returns:
-      Triton's `CompiledKernel`.
+    ``types`` are Triton's, of the parameters that are not ``constants``; ``capability`` is 90 for Hopper; ``options``
+    are those of Triton's CUDA compiler, such as num_warps and ptx_version.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -17,18 +17,12 @@ _SHARED_MEMORY_PER_BLOCK_OPTIN, _MULTIPROCESSOR_COUNT = 97, 16
 
 
 class Device(NamedTuple):
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-      capability: compute capability times 10, 90 for Hopper.
-      shared_memory: bytes of shared memory that one program can have.
-      multiprocessors: number of multiprocessors.
-      ptx_version: version times 10 of the PTX that kernels are written in; None for the newest that Triton writes.
-    """
-
-    capability: int
-    shared_memory: int
+    capability: int  # compute capability times 10, 90 for Hopper
+    shared_memory: int  # bytes of shared memory that one program can have
     multiprocessors: int
+    # Version times 10 of the PTX that kernels are written in; None for the newest that Triton writes.
     ptx_version: int | None = None
 
     @property
@@ -61,9 +55,6 @@ def device_named(name: Any) -> Device:
     Args:
       name: a name in `DEVICES`; a compute capability, "9.0" or (9, 0), for the first GPU that has it; or JAX's
         ``device_kind``, "NVIDIA H100 80GB HBM3".
-
-    Raises:
-      ValueError: an unknown name; says which there are.
     """
     by_name = {device.compute_capability: device for device in reversed(DEVICES.values())} | DEVICES
     if isinstance(name, tuple) and len(name) == 2 and all(type(number) is int for number in name):

@@ -31,21 +31,13 @@ def row_order_constants(order: RowOrder) -> RowOrderConstants:
 
 @dataclasses.dataclass(frozen=True)
 class RowTiling:
-    """The rows of one side of a pass, and how blocks and tiles divide them.
+    """The rows of one side of a pass, and how blocks and tiles divide them."""
 
-    Attributes:
-      order: maps rows to tokens.
-      block: rows in a block of the lists.
-      tile: vectors in a tile of a kernel, a power of two.
-      pack: query heads of a key head whose vectors share a tile, a power of two; FlashAttention's PackGQA.
-      gathers_rows: True if a block is a single row, and a tile gathers many of them.
-    """
-
-    order: RowOrder
-    block: int
-    tile: int
-    pack: int = 1
-    gathers_rows: bool = False
+    order: RowOrder  # maps rows to tokens
+    block: int  # rows in a block of the lists
+    tile: int  # vectors in a tile of a kernel, a power of two
+    pack: int = 1  # query heads of a key head whose vectors share a tile, a power of two; FlashAttention's PackGQA
+    gathers_rows: bool = False  # True if a block is a single row, and a tile gathers many of them
 
     @property
     def tiles_per_block(self) -> int:
@@ -82,20 +74,14 @@ class RowTiling:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PassLists:
-    """Block lists and mask tiles of one pass.
-
-    Attributes:
-      block_lists: the lists.
-      mask_bits: int32 [1 + tiles, rows, words], by rows of the major side. Bit c of word w is row 32 * w + c of the
-        minor side. The first tile allows every pair. The others are the tiles that ``block_lists`` number from 0 on.
-      longest: bound of the entries of a list, known at trace time.
-      granularity: neighbouring queries that select blocks together; 0 without a selection.
-    """
+    """Block lists and mask tiles of one pass."""
 
     block_lists: BlockLists
+    # int32 [1 + tiles, rows, words], by rows of the major side. Bit c of word w is row 32 * w + c of the minor side.
+    # The first tile allows every pair. The others are the tiles that ``block_lists`` number from 0 on.
     mask_bits: Any
-    longest: int
-    granularity: int = 0
+    longest: int  # bound of the entries of a list, known at trace time
+    granularity: int = 0  # neighbouring queries that select blocks together; 0 without a selection
 
     @functools.cached_property
     def any_full(self) -> bool:
@@ -135,14 +121,9 @@ def build_pass_lists(
 ) -> PassLists:
     """Builds the lists of a pass: at trace time, or on the device if selections, masks or segment ids are arrays.
 
-    Args:
-      call: the call of the op.
-      operands: its arrays.
-      passes: the passes that heads take in turn; () for a run-time mask, or a selection.
-      major: tiling of the side that programs hold.
-      minor: tiling of the side that they walk over.
-      kv_major: True for lists of key blocks, which the kernels of dk and dv read.
-      subblocks: blocks of ``minor`` in a planned block; above 1 only where segment ids are all that is dynamic.
+    Heads take ``passes`` in turn, () for a run-time mask or a selection. With ``kv_major``, lists are of key blocks, as
+    the kernels of dk and dv read them. A planned block of the minor side has several ``subblocks`` only where segment
+    ids are all that is dynamic.
     """
     q, kv = (minor, major) if kv_major else (major, minor)
     if operands.selection is not None or operands.mask is not None:

@@ -52,23 +52,15 @@ class BackwardInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupPass:
-    """One pass for the query heads first, first + step, ...
-
-    Attributes:
-      call: the call of the op.
-      operands: its arrays, or their shapes; segment ids of padding are -2 for queries and -1 for keys.
-      first: the first head.
-      step: from one head to the next.
-      passes: head i takes pass i modulo their number; they differ in their masks only. () for a run-time mask, or a
-        selection.
-      fused_with: a second pass with the same query rows, which one kernel computes with this one; or None.
-    """
+    """One pass for the query heads first, first + step, ..."""
 
     call: Call
-    operands: Operands
+    operands: Operands  # its arrays, or their shapes; segment ids of padding are -2 for queries and -1 for keys
     first: int
-    step: int
+    step: int  # from one head to the next
+    # Head i takes pass i modulo their number; they differ in their masks only. () for a run-time mask, or a selection.
     passes: tuple[Pass, ...]
+    # A second pass with the same query rows, which one kernel computes with this one; or None.
     fused_with: "GroupPass | None" = None
 
     def bind(self, operands: Operands) -> "GroupPass":
@@ -147,11 +139,6 @@ class GroupPass:
 
         Both are numpy arrays if the lists are static. The second is None unless ``kv_major``: other work tiles have one
         query head.
-
-        Args:
-          walked_lists: the minor tiling and the lists of each pass that programs walk.
-          kv_major: True if programs hold keys.
-          pack: query heads that share a tile.
         """
         heads, members = self.heads_by_list(kv_major=kv_major, pack=pack)
         steps: Any = 0
@@ -169,13 +156,9 @@ class GroupPass:
 
 @dataclasses.dataclass(frozen=True)
 class _SelectionOrder(RowOrder):
-    """Rows that are selections: ``per_query`` of each token.
+    """Rows that are selections: ``per_query`` of each token."""
 
-    Attributes:
-      per_query: selections of a token.
-    """
-
-    per_query: int = 1
+    per_query: int = 1  # selections of a token
 
     @property
     def natural(self) -> bool:
@@ -196,19 +179,12 @@ class _SelectionOrder(RowOrder):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SelectedRows(GroupPass):
-    """A pass whose rows are selections of single queries: a row is a query and one of the blocks that it selected.
+    """A pass whose rows are selections of single queries: a row is a query and one of the blocks that it selected."""
 
-    Attributes:
-      table: states of the mask for blocks of single queries, and its mask tiles.
-      first_query: row of the first query in the table.
-      sort_ids: True to sort the selections of a query, so that results do not depend on their order.
-      may_pack: True if heads may share a tile.
-    """
-
-    table: tuple[StateTable, Any] | None = None
-    first_query: Any = 0
-    sort_ids: bool = True
-    may_pack: bool = True
+    table: tuple[StateTable, Any] | None = None  # states of the mask for blocks of single queries, and its mask tiles
+    first_query: Any = 0  # row of the first query in the table
+    sort_ids: bool = True  # True to sort the selections of a query, so that results do not depend on their order
+    may_pack: bool = True  # True if heads may share a tile
 
     @property
     def selection(self) -> Selection:

@@ -19,28 +19,20 @@ MAX_SPLITS = 256
 
 
 class Splits(NamedTuple):
-    """Splits of the work tiles of a launch.
+    """Splits of the work tiles of a launch."""
 
-    Attributes:
-      steps: int32 [splits, LB, 3], of each split its work tile, its first step, and the end of its steps.
-      ranges: int32 [LB, work tiles, 2], of each work tile the first of its splits and their end; both are the same for
-        one that is not split.
-    """
-
-    steps: Any
+    steps: Any  # int32 [splits, LB, 3], of each split its work tile, its first step, and the end of its steps
+    # int32 [LB, work tiles, 2], of each work tile the first of its splits and their end; both are the same for one that
+    # is not split.
     ranges: Any
 
 
 def longest_first_order(steps: Any, few: int) -> Any:
     """Returns an order of work tiles, int32 [work tiles, LB], in which no long one starts last; None if all will do.
 
-    Heads come one after the other, so that their keys stay in the cache. Within a head, long work tiles come first.
-    If steps are static, very long work tiles come before all others. With at most ``few`` work tiles, the longest
-    come first, whatever their head.
-
-    Args:
-      steps: of each work tile, integers [LB, heads, blocks], of numpy or JAX.
-      few: number of work tiles up to which balance matters more than the cache.
+    Steps are integers [LB, heads, blocks]. Heads come one after the other, so that their keys stay in the cache. Within
+    a head, long work tiles come first. If steps are static, very long work tiles come before all others. With at most
+    ``few`` work tiles, the longest come first, whatever their head.
     """
     batches, heads, blocks = steps.shape
     if not isinstance(steps, np.ndarray):
@@ -59,10 +51,7 @@ def longest_first_order(steps: Any, few: int) -> Any:
 def count_splits(steps: np.ndarray, programs: int, slots: int) -> np.ndarray:
     """Returns the number of splits of each work tile, int [LB, work tiles]; 0 for one that is not split.
 
-    Args:
-      steps: static, of each work tile.
-      programs: programs of a work tile: tiles of its block, times batch entries with the same lists.
-      slots: programs that the device runs at the same time.
+    A work tile has ``programs``, of which the device runs ``slots`` at a time. Steps are static.
     """
     limit = max(MIN_STEPS, steps.sum() * programs / slots)  # beyond, one takes longer than all together should
     long = np.where(steps > limit, steps, 0)
@@ -72,15 +61,9 @@ def count_splits(steps: np.ndarray, programs: int, slots: int) -> np.ndarray:
 
 
 def split_work_tiles(steps: Any, num_splits: Any, most: int | None = None) -> Splits | None:
-    """Splits work tiles into equal numbers of steps; the last split of one has fewer.
+    """Splits work tiles [LB, work tiles] into equal numbers of steps, the last one fewer; None if none is split.
 
-    Args:
-      steps: of each work tile, integers [LB, work tiles], of numpy or JAX.
-      num_splits: of each work tile, the same shape; 0 for one that is not split.
-      most: bound of the sum of ``num_splits`` over the work tiles, if steps are JAX arrays.
-
-    Returns:
-      The splits, None if no work tile is split.
+    ``num_splits`` is 0 for a work tile that is not split. If steps are JAX arrays, ``most`` is a bound of its sum.
     """
     xp: Any = np if isinstance(steps, np.ndarray) else jnp
     ends = xp.cumsum(num_splits, axis=1)

@@ -38,13 +38,7 @@ MIN_WORKSPACE_BYTES = 1 << 28
 
 
 def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.Array:
-    """Returns bool [], True if neighbouring queries agree so little that this takes less time, judged by a sample.
-
-    Args:
-      call: one that `triton_gpu.kv_outer` supports.
-      operands: its arrays.
-      direction: "forward" or "backward".
-    """
+    """Returns bool [], True if neighbouring queries agree so little that this takes less time, judged by a sample."""
     assert operands.selection is not None
     ids, block = operands.selection.ids, operands.selection.block
     tile_queries, columns = kv_outer.queries_per_tile(call, operands), -(-operands.key.shape[1] // block)

@@ -28,63 +28,39 @@ DISAGREE, AGREE = "if neighbouring queries disagree", "if neighbouring queries a
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel, for one or two passes of a head group.
+    """One kernel, for one or two passes of a head group."""
 
-    Attributes:
-      kernel: "forward" computes out and lse, "dq" dq, "dkv" dk and dv, and "dqkv" all three gradients.
-      engine: the engine of the kernel.
-      work: the pass, or two that are fused, with shapes for arrays.
-      group: index of the head group.
-      starts_from_state: True if the kernel adds to the results of earlier launches, else its results are added to them
-        afterwards.
-      rounded: True to store results (of "dqkv" dq) in the dtype of the query, else in float32.
-      rounded_kv: the same of dk and dv of "dqkv".
-      reason: why the preferred engine does not compute the work; None where it does.
-    """
-
-    kernel: Kernel
+    kernel: Kernel  # "forward" computes out and lse, "dq" dq, "dkv" dk and dv, and "dqkv" all three gradients
     engine: Engine
-    work: GroupPass
-    group: int
+    work: GroupPass  # the pass, or two that are fused, with shapes for arrays
+    group: int  # index of the head group
+    # True if the kernel adds to the results of earlier launches, else its results are added to them afterwards.
     starts_from_state: bool
-    rounded: bool
-    rounded_kv: bool = False
-    reason: str | None = None
+    rounded: bool  # True to store results (of "dqkv" dq) in the dtype of the query, else in float32
+    rounded_kv: bool = False  # the same of dk and dv of "dqkv"
+    reason: str | None = None  # why the preferred engine does not compute the work; None where it does
 
 
 class KvOuter(NamedTuple):
-    """Kernels that hold a block of keys and gather the single queries that selected it.
-
-    Attributes:
-      engine: the engine of the kernels.
-      always: True if the call always runs them. Otherwise the program decides at run time: it runs them where
-        neighbouring queries disagree, see `kv_outer.neighbours_disagree`, else the launches of the route.
-      reason: why the preferred engine has no such kernel for the call; None where it has.
-    """
+    """Kernels that hold a block of keys and gather the single queries that selected it."""
 
     engine: Engine
+    # True if the call always runs them. Otherwise the program decides at run time: it runs them where neighbouring
+    # queries disagree, see `kv_outer.neighbours_disagree`, else the launches of the route.
     always: bool
-    reason: str | None = None
+    reason: str | None = None  # why the preferred engine has no such kernel for the call; None where it has
 
 
 class Route(NamedTuple):
-    """The launches of a call.
-
-    Attributes:
-      groups: the head groups.
-      forward: launches of the forward pass, in their order.
-      backward: those of the backward pass.
-      kv_outer_forward: the alternative to ``forward``; None for none.
-      kv_outer_backward: the alternative to ``backward``; None for none.
-      forward_reasons: for each pass of each head group, before passes are fused, why the preferred engine does not
-        compute it in the forward pass; None where it does.
-    """
+    """The launches of a call."""
 
     groups: tuple[HeadGroup, ...]
-    forward: tuple[Launch, ...]
-    backward: tuple[Launch, ...]
-    kv_outer_forward: KvOuter | None
-    kv_outer_backward: KvOuter | None
+    forward: tuple[Launch, ...]  # launches of the forward pass, in their order
+    backward: tuple[Launch, ...]  # those of the backward pass
+    kv_outer_forward: KvOuter | None  # the alternative to ``forward``; None for none
+    kv_outer_backward: KvOuter | None  # the alternative to ``backward``; None for none
+    # For each pass of each head group, before passes are fused, why the preferred engine does not compute it in the
+    # forward pass; None where it does.
     forward_reasons: tuple[str | None, ...]
 
     def notes(self) -> list[str]:
@@ -123,13 +99,7 @@ class Route(NamedTuple):
 
 
 def route(implementation: str, call: Call, operands: Operands) -> Route:
-    """Returns the route of a call on the local GPU.
-
-    Args:
-      implementation: "hopper" or "triton".
-      call: the call, which the implementation supports.
-      operands: its arrays, or their shapes.
-    """
+    """Returns the route of a call on the local GPU."""
     arrays, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     return _route(ENGINES[implementation], call, shapes, structure, hardware.local_gpu())
@@ -179,19 +149,12 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
 
 
 class _EngineWork(NamedTuple):
-    """One pass, or two that are fused, with the engine that computes them.
-
-    Attributes:
-      work: the pass, or two that are fused.
-      engine: the engine of the kernel.
-      reason: why it is not the preferred engine; None where it is.
-      each_key_once: True if the kernel for dq computes dk and dv, too, see `triton_gpu.launch.each_key_once`.
-    """
+    """One pass, or two that are fused, with the engine that computes them."""
 
     work: GroupPass
     engine: Engine
-    reason: str | None
-    each_key_once: bool
+    reason: str | None  # why it is not the preferred engine; None where it is
+    each_key_once: bool  # True if the kernel for dq computes dk and dv, too, see `triton_gpu.launch.each_key_once`
 
 
 def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -> _EngineWork:

@@ -37,26 +37,18 @@ from .tiles import HopperArrayShapes, ListShapes, softmax_scale_log2
 
 
 class _PreparedLaunch(NamedTuple):
-    """Lists, schedule and constants of a launch, without the arrays of the op.
+    """Lists, schedule and constants of a launch, without the arrays of the op."""
 
-    Attributes:
-      q, kv: tilings of query rows and of key rows.
-      tile_queries: queries of a tile that TMA loads.
-      stages: stages of the ring, see `settings`.
-      constants: compile-time constants without ``F``.
-      list_arrays: arrays of the kernel from ``schedule`` to ``kv_segments``, or from ``work_tiles`` to ``splits``.
-      programs: number of programs.
-      split_heads: query heads with the same splits, which add to dk and dv; 0 if no work tile is split.
-    """
-
+    # Tilings of query rows and of key rows.
     q: RowTiling
     kv: RowTiling
-    tile_queries: int
-    stages: int
-    constants: dict[str, Any]
+    tile_queries: int  # queries of a tile that TMA loads
+    stages: int  # stages of the ring, see `settings`
+    constants: dict[str, Any]  # compile-time constants without ``F``
+    # Arrays of the kernel from ``schedule`` to ``kv_segments``, or from ``work_tiles`` to ``splits``.
     list_arrays: list[jax.Array]
     programs: int
-    split_heads: int
+    split_heads: int  # query heads with the same splits, which add to dk and dv; 0 if no work tile is split
 
 
 def scaled_neg_lse(lse: jax.Array, call: Call) -> jax.Array:
@@ -188,12 +180,7 @@ def dqkv(
 ) -> tuple[PassResults, PassResults]:
     """Launches the backward kernel: returns (dq in float32, (dk, dv)) of a pass, added to earlier gradients.
 
-    Args:
-      work: the pass.
-      inputs: lse, delta and dout.
-      earlier: dq of earlier passes; None for none.
-      earlier_kv: dk and dv of earlier passes; None for none.
-      rounded_kv: True to store dk and dv of all tokens in their dtype, else in float32.
+    With ``rounded_kv``, dk and dv of all tokens are stored in their dtype, else in float32.
     """
     query, key, value = work.operands.query, work.operands.key, work.operands.value
     prepared = _prepare(work, "backward")

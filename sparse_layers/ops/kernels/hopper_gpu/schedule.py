@@ -64,15 +64,10 @@ MIN_ROUNDS = 1.9
 
 
 def build_schedule(steps: Any, batch: int, programs: int) -> Any:
-    """Builds the queues of persistent programs, as many as have work.
+    """Builds the queues of persistent programs, as many as have work: int32 [rounds + 1, programs], -1 at the ends.
 
-    Args:
-      steps: of each block, integers [LB, heads, blocks], of numpy or JAX; batch entry b has those of ``b % LB``.
-      batch: number of batch entries.
-      programs: number of programs that can run at the same time.
-
-    Returns:
-      int32 [rounds + 1, programs]: the work tiles of each program in their order, then -1.
+    Steps are those of each block, integers [LB, heads, blocks] of numpy or JAX; batch entry b has those of ``b % LB``.
+    At most ``programs`` run at the same time.
     """
     if isinstance(steps, np.ndarray):
         order = order_work_tiles(steps, batch, programs, False)
@@ -109,15 +104,8 @@ def _candidate_orders(
 ) -> list[np.ndarray]:
     """Orders work tiles: long ones by `LONG_SHARE` and `LONG_FACTOR`, then by head and region, then the tail.
 
-    Args:
-      costs: steps of each work tile.
-      heads: head of each, ascending.
-      tail_sizes: for each order, the length of its tail; the tail and the long ones are sorted, longest first.
-      programs: number of programs that can run at the same time.
-      as_numbered: see `order_work_tiles`.
-
-    Returns:
-      An order, int32 [work tiles], for each size of the tail.
+    Heads are ascending. Returns an order, int32 [work tiles], for each size of the tail. The tail and the long ones are
+    sorted, longest first.
     """
     num_tiles, total = len(costs), costs.sum()
     is_long = (costs > LONG_SHARE * total / programs) & (costs > LONG_FACTOR * total / num_tiles)
@@ -157,13 +145,7 @@ def has_overlapping_neighbors(spans: np.ndarray, block: np.ndarray, minor_blocks
 
 
 def assign_greedily(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
-    """Builds a schedule, see `build_schedule`: each work tile goes to the program with the least work so far.
-
-    Args:
-      order: the work tiles in the order of assignment, int32 [work tiles].
-      steps: of each of them.
-      programs: number of programs that can run at the same time.
-    """
+    """Builds a schedule, see `build_schedule`: each work tile goes to the program with the least work so far."""
     loads = [(0, program) for program in range(min(programs, len(order)))]
     program_of_tile = np.empty(len(order), np.int64)
     for position, cost in enumerate((steps.astype(np.int64) + OVERHEAD_STEPS).tolist()):
@@ -226,8 +208,6 @@ def split_long_lists(
       steps: of each block, integers [key heads, blocks], the same for all batch entries.
       before: of these, the steps before those of a query head, [query heads, blocks].
       key_heads: key head of each query head, [query heads], ascending.
-      batch: number of batch entries.
-      programs: number of programs that can run at the same time.
       lost_steps: steps that sums in float32 cost each program.
 
     Returns:
@@ -284,10 +264,7 @@ def split_by_query_ranges(
 
     Args:
       lists: of the key blocks, known beforehand, the same for all batch entries.
-      list_of_head: list of each query head, [query heads].
-      key_heads: key head of each query head, [query heads], ascending.
-      batch: number of batch entries.
-      programs: number of programs that can run at the same time.
+      list_of_head, key_heads: list and key head of each query head, [query heads]; the latter ascend.
       queries: queries of a block.
       query_bytes: bytes of q, dout and dq of a query.
 
@@ -330,9 +307,7 @@ def split_by_query_ranges(
 def _mean_distance(reach: np.ndarray, programs: int) -> float:
     """Mean distance between the programs of one head, in blocks of queries, when lists end.
 
-    Args:
-      reach: blocks of queries from the first to the last of each list, [lists, blocks].
-      programs: number of programs that run at the same time.
+    ``reach`` is that of each list, [lists, blocks]: blocks of queries from its first to its last.
     """
     longest = -np.sort(-reach, axis=1)
     num_lists = (longest > 0).sum(1, keepdims=True)

@@ -57,9 +57,8 @@ def backward_pass(
     """Computes the gradients of one pass of a chain in float32.
 
     Args:
-      config: the pass.
-      steps: its active blocks by key block.
-      arrays: its operands; tiles are those of [bkv, bq].
+      steps: the active blocks by key block.
+      arrays: the operands; tiles are those of [bkv, bq].
       lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows without keys.
       delta: the same shape, sum(out * dout) less the gradient of lse.
       dout: [B, heads, rows, Hv].

@@ -125,19 +125,12 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Heads:
-    """The query heads of a head group, which share a chain. With a run-time mask they need not share a mask.
-
-    Attributes:
-      call: the call of the op.
-      operands: its arrays.
-      group: the head group.
-      query: [B, T, heads, H].
-    """
+    """The query heads of a head group, which share a chain. With a run-time mask they need not share a mask."""
 
     call: Call
     operands: Operands
     group: HeadGroup
-    query: jax.Array
+    query: jax.Array  # [B, T, heads, H]
 
     def forward(self, passes: tuple[Pass, ...], out_dtype, out: jax.Array | None, lse: jax.Array | None):
         """Returns (out, lse) of one pass by token, which continues from ``out`` (None for zeros) and ``lse``."""

@@ -57,13 +57,8 @@ def forward_pass(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one pass of a chain: out [B, heads, rows, Hv] in out_dtype, lse float32 [B, heads, blocks, 1, bq].
 
-    Args:
-      config: the pass.
-      steps: its active blocks by query block.
-      arrays: its operands.
-      out_dtype: dtype of out.
-      start, start_lse: out and lse in float32 of an earlier pass over other keys, which this pass continues, or None;
-        an lse alone is that of keys whose values are 0.
+    The pass continues ``start`` and ``start_lse``, out and lse in float32 of an earlier pass over other keys, or None;
+    an lse alone is that of keys whose values are 0. Steps are the active blocks by query block.
     """
     blocks = BlockOperands(config, transposed=False)
     batch, heads, rows, _ = arrays.query.shape

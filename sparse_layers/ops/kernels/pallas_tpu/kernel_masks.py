@@ -23,14 +23,7 @@ MIN_COLUMN_OPERATIONS = 64
 def allowed_pairs(
     mask: Callable[[Any, Any], Any], first_rows: tuple[Any, Any], shape: tuple[int, int], transposed: bool
 ) -> jax.Array:
-    """Returns bools [bq, bkv], or [bkv, bq] if ``transposed``: the pairs of a block that a mask allows.
-
-    Args:
-      mask: a function of positions, by elementwise operators.
-      first_rows: first query row and first key row of the block.
-      shape: (bq, bkv).
-      transposed: True if queries run along lanes.
-    """
+    """Returns bools [bq, bkv], or [bkv, bq] if ``transposed``: the pairs of a block that a mask allows."""
 
     def function(column, row):
         return mask(row, column) if transposed else mask(column, row)

@@ -32,29 +32,18 @@ VMEM_BYTES = 48 << 20
 
 @dataclasses.dataclass(frozen=True)
 class PassConfig:
-    """The static arguments of the kernels of one pass, for the query heads first, first + stride, ...
-
-    Attributes:
-      call: the call of the op.
-      heads: number of these query heads.
-      first: index of the first.
-      stride: from one to the next.
-      group: query heads that share a key head.
-      shape: (bq, bkv).
-      granularity: queries of a block that select together; 1 without a selection.
-      mask: computes a partial block from row indices; None if tiles hold them, or no block is partial.
-      limited: True if segment ids limit blocks, too, or a selection that differs within a block of queries.
-    """
+    """The static arguments of the kernels of one pass, for the query heads first, first + stride, ..."""
 
     call: Call
-    heads: int
-    first: int
-    stride: int
-    group: int
-    shape: tuple[int, int]
-    granularity: int
+    heads: int  # number of these query heads
+    first: int  # index of the first
+    stride: int  # from one to the next
+    group: int  # query heads that share a key head
+    shape: tuple[int, int]  # (bq, bkv)
+    granularity: int  # queries of a block that select together; 1 without a selection
+    # Computes a partial block from row indices; None if tiles hold them, or no block is partial.
     mask: Callable[[Any, Any], Any] | None
-    limited: bool
+    limited: bool  # True if segment ids limit blocks, too, or a selection that differs within a block of queries
 
     def kv_head(self, index: Any) -> Any:
         """Returns the key head of a query head by its index in the pass."""
@@ -88,30 +77,20 @@ class PassArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockOperand:
-    """An operand of a launch: its array, and the block of it that a step reads or writes.
+    """An operand of a launch: its array, and the block of it that a step reads or writes."""
 
-    Attributes:
-      array: the operand, or for an output its `jax.ShapeDtypeStruct`.
-      block_shape: as of `pl.BlockSpec`; None if the whole array stays in HBM.
-      index_map: block indices from (b, h, step, mask_tile): batch entry, query head, `Step`, number of a mask tile.
-    """
-
-    array: Any
-    block_shape: tuple[int | None, ...] | None
+    array: Any  # the operand, or for an output its `jax.ShapeDtypeStruct`
+    block_shape: tuple[int | None, ...] | None  # as of `pl.BlockSpec`; None if the whole array stays in HBM
+    # Block indices from (b, h, step, mask_tile): batch entry, query head, `Step`, number of a mask tile.
     index_map: Callable[..., tuple[Any, ...]] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockOperands:
-    """Makes the `BlockOperand` of each operand of a pass.
-
-    Attributes:
-      config: the pass.
-      transposed: True if key blocks are the major ones, as for dk and dv. Logits are [bkv, bq] then.
-    """
+    """Makes the `BlockOperand` of each operand of a pass."""
 
     config: PassConfig
-    transposed: bool
+    transposed: bool  # True if key blocks are the major ones, as for dk and dv. Logits are [bkv, bq] then.
 
     def by_query(self, array: Any) -> BlockOperand:
         """Returns the operand of [B, heads, rows, size]."""
@@ -170,11 +149,7 @@ def launch(
 
     Args:
       kernel: called with a namespace of all references by name (None for absent optional inputs) and its position.
-      name: name of the kernel in profiles.
-      steps: the list of steps.
       grid: (batch entries, groups of query heads that share an output block, members of such a group).
-      inputs: the operands that the kernel reads.
-      outputs: the operands that it writes.
       scratch: memory that lasts from step to step.
       aliases: inputs whose memory becomes that of an output.
     """

@@ -38,32 +38,21 @@ class ScalarMemoryExceeded(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The step lists of all batch entries and heads of one launch, padded to the longest.
+    """The step lists of all batch entries and heads of one launch, padded to the longest."""
 
-    Attributes:
-      words: int32 [LB, LH, steps]; batch entry b and head h have list (b, h // group % LH). Each word holds the fields
-        of a `Step`.
-      tiles: int32 of the same shape, the mask tile of a step; None if there are no tiles.
-      active_rows_mask: int32 of the same shape, the groups of queries that selected the key block, bit by bit; or None.
-      count: number of steps of the longest list: the grid's size, a traced scalar for lists made at run time.
-      minor_bits: the bits of a word that hold the minor block.
-      group: the number of neighbouring heads that share a list.
-    """
-
+    # int32 [LB, LH, steps]; batch entry b and head h have list (b, h // group % LH). Each word holds the fields of a
+    # `Step`.
     words: Any
-    tiles: Any
+    tiles: Any  # int32 of the same shape, the mask tile of a step; None if there are no tiles
+    # int32 of the same shape, the groups of queries that selected the key block, bit by bit; or None.
     active_rows_mask: Any
-    count: Any
-    minor_bits: int
-    group: int
+    count: Any  # number of steps of the longest list: the grid's size, a traced scalar for lists made at run time
+    minor_bits: int  # the bits of a word that hold the minor block
+    group: int  # the number of neighbouring heads that share a list
 
     @staticmethod
     def of(lists: BlockLists, has_tiles: bool, name: str) -> "Steps":
-        """Returns the steps of block lists, numpy arrays for static lists; errors ``name`` the pass.
-
-        Raises:
-          ValueError: they do not fit a word, or scalar memory (`ScalarMemoryExceeded`).
-        """
+        """Returns the steps of block lists, numpy arrays for static lists; errors ``name`` the pass."""
         batches, heads, blocks, _ = lists.spans.shape
         minor_bits = max(1, (lists.minor_blocks - 1).bit_length())
         if (blocks - 1).bit_length() + minor_bits + FLAG_BITS > 32:

@@ -18,19 +18,12 @@ FEATURE_STEP = 16
 
 
 class SelectionRule(NamedTuple):
-    """The number of blocks to select, and the blocks that are always selected; see `Scorer`.
+    """The number of blocks to select, and the blocks that are always selected; see `Scorer`."""
 
-    Attributes:
-      block: keys in a block.
-      count: blocks to select, including the next two.
-      first: blocks at the beginning of the document that are always selected.
-      local: blocks up to the query's own that are always selected.
-    """
-
-    block: int
-    count: int
-    first: int
-    local: int
+    block: int  # keys in a block
+    count: int  # blocks to select, including the next two
+    first: int  # blocks at the beginning of the document that are always selected
+    local: int  # blocks up to the query's own that are always selected
 
 
 def unsupported(blocks: int, batch: int) -> str | None:
@@ -54,16 +47,9 @@ def document_positions(positions: jax.Array, doc_starts: jax.Array) -> tuple[jax
 
 
 def select_by_scores(rule: SelectionRule, scores: jax.Array, positions: jax.Array, doc_starts: jax.Array) -> jax.Array:
-    """Selects blocks by an array of scores.
+    """Selects blocks by scores, float32 [B, R, G, blocks]: returns int32 [B, R, G, count], in any order, then -1.
 
-    Args:
-      rule: the number of blocks.
-      scores: float32 [B, R, G, blocks].
-      positions: int [B or 1, R], positions of the queries, each within one of the blocks.
-      doc_starts: int [B or 1, R], first tokens of their documents.
-
-    Returns:
-      int32 [B, R, G, count], in any order, then -1.
+    Positions of the queries, each within one of the blocks, and starts of their documents are int [B or 1, R].
     """
     from .choose_kernel import choose_kernel
 
@@ -73,16 +59,12 @@ def select_by_scores(rule: SelectionRule, scores: jax.Array, positions: jax.Arra
 
 
 def select_by_products(rule: SelectionRule, query: jax.Array, pooled: jax.Array, doc_starts: jax.Array) -> jax.Array:
-    """Selects blocks for all queries of a sequence by q . pooled key.
+    """Selects blocks for all queries by q . pooled key: returns int32 [B, T, N, count], in any order, then -1.
 
     Args:
-      rule: the number of blocks.
       query: bfloat16 or float16 [B, T, N, H]; products of float32 would leave no room for the scores.
       pooled: pooled keys [B, W, K, H] of the first W blocks, in the same dtype.
       doc_starts: int [B or 1, T], first tokens of the queries' documents.
-
-    Returns:
-      int32 [B, T, N, count], in any order, then -1.
     """
     from .choose_kernel import Products, choose_products_kernel
 
@@ -121,15 +103,12 @@ def _launch_range(
     arrays: Sequence[jax.Array],
     **constants: Any,
 ) -> jax.Array:
-    """Launches a kernel for a range of queries.
+    """Launches a kernel of `choose_kernel.py` for a range of queries.
 
     Args:
-      kernel: a kernel of `choose_kernel.py`.
-      rule: the number of blocks.
       row_range: first query, number of queries, and blocks of a tile.
       shape: batch entries, queries, heads with a selection, and blocks with a score.
       arrays: inputs of the kernel, the last two positions and document starts, int [B or 1, R].
-      **constants: further constants of the kernel.
     """
     from ..gpu import bridge
     from .choose_kernel import SelectionConstants

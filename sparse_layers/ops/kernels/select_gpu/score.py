@@ -20,34 +20,21 @@ class Formula(enum.Enum):
 
     All but `PRODUCT` count windows that lie in a query's past and document as a whole. The weight of a window is
     ``softmax(scale * product)``, summed over the query heads of a key head.
-
-    Attributes:
-      PRODUCT: by query head, the product with the block's only window, which may be of two documents.
-      LARGEST_PRODUCT: by query head, the largest product with a window that meets the block.
-      LARGEST_WEIGHT: by key head, the largest weight of a window that meets the block.
-      TOTAL_WEIGHT: by key head, the sum of these weights, each times the strides of its window in the block.
     """
 
-    PRODUCT = enum.auto()
-    LARGEST_PRODUCT = enum.auto()
-    LARGEST_WEIGHT = enum.auto()
-    TOTAL_WEIGHT = enum.auto()
+    PRODUCT = enum.auto()  # by query head, the product with the block's only window, which may be of two documents
+    LARGEST_PRODUCT = enum.auto()  # by query head, the largest product with a window that meets the block
+    LARGEST_WEIGHT = enum.auto()  # by key head, the largest weight of a window that meets the block
+    TOTAL_WEIGHT = enum.auto()  # by key head, the sum of these weights, each times the strides of its window in it
 
 
 class ScoreSpec(NamedTuple):
-    """The formula of scores, and the sizes of blocks and windows; see `Scorer`.
+    """The formula of scores, and the sizes of blocks and windows; see `Scorer`."""
 
-    Attributes:
-      formula: the formula; None for one that no kernel computes.
-      block: keys in a block.
-      size: keys in a window.
-      stride: keys between the beginnings of two windows.
-    """
-
-    formula: Formula | None
-    block: int
-    size: int
-    stride: int
+    formula: Formula | None  # the formula; None for one that no kernel computes
+    block: int  # keys in a block
+    size: int  # keys in a window
+    stride: int  # keys between the beginnings of two windows
 
 
 def unsupported(spec: ScoreSpec, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:
@@ -90,12 +77,9 @@ def score_windows(
     """Computes scores of the blocks from the beginning of a query's document to before its own; others are undefined.
 
     Args:
-      spec: formula, blocks and windows.
-      blocks: number of blocks of the sequence.
       query: bfloat16 or float16 [B, R, N, H].
       pooled: pooled windows of keys, [B, W, K, H] in the same dtype.
-      positions: int [B or 1, R], positions of the queries.
-      doc_starts: int [B or 1, R], first tokens of their documents.
+      positions, doc_starts: int [B or 1, R], of the queries, and the first tokens of their documents.
       scale: factor of products before the softmax, above 0.
 
     Returns:

@@ -31,11 +31,8 @@ FULL_TILE = 64
 def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | None, rounded: bool) -> PassResults:
     """Launches the forward kernel: returns (out, lse) of a pass.
 
-    Args:
-      work: the pass, or two that are fused.
-      earlier: out and lse of earlier passes, from which the softmax goes on; None for none.
-      sinks: float32 [N], logits from which it starts; None for none.
-      rounded: True to store out of all tokens in the dtype of the query, else in float32.
+    The softmax goes on from ``earlier``, or starts from ``sinks``, float32 [N]. With ``rounded``, out of all tokens is
+    stored in the dtype of the query, else in float32.
     """
     prepared, order = _prepare(work, "forward"), _result_order(work.q_order)
     rows, size = order.rows, work.operands.value.shape[-1]
@@ -68,14 +65,8 @@ def dq(
 ) -> tuple[PassResults, PassResults | None]:
     """Launches the dq kernel: returns (dq, (dk, dv) or None) of a pass, added to earlier gradients.
 
-    Args:
-      work: the pass, or two that are fused.
-      inputs: lse, delta and dout.
-      earlier: dq of earlier passes; None for none.
-      earlier_kv: dk and dv of earlier passes; None for none.
-      rounded: True to store dq of all tokens in the dtype of the query, else in float32.
-      rounded_kv: the same of dk and dv.
-      with_dkv: True to compute dk and dv in the same kernel, see `each_key_once`.
+    With ``rounded`` and ``rounded_kv``, results of all tokens are stored in the dtype of the operand, else in float32.
+    With ``with_dkv``, the same kernel computes dk and dv, see `each_key_once`.
     """
     prepared, order = _prepare(work, "dq_with_dkv" if with_dkv else "dq"), _result_order(work.q_order)
     sizes = work.operands.query.shape[-1], work.operands.value.shape[-1]
@@ -202,13 +193,7 @@ def prepare(
     requested: int | None,
     kv_major: bool,
 ) -> "PreparedLaunch":
-    """Prepares a launch: splits its work tiles and orders them.
-
-    Args:
-      work, q, kv, major, walked_lists, settings: see `PreparedLaunch`.
-      requested: number of splits of every work tile by the user, see `requested_splits`; None to choose.
-      kv_major: True if programs hold keys.
-    """
+    """Prepares a launch: splits its work tiles, into ``requested`` ones each or as it chooses, and orders them."""
     multiprocessors = hardware.local_gpu().multiprocessors
     steps, steps_before = work.count_steps(walked_lists, kv_major=kv_major, pack=work.pack)
     programs = major.tiles_per_block * work.operands.query.shape[0] // len(steps)  # of a work tile
@@ -253,30 +238,20 @@ def _run_time_splits(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedLaunch:
-    """Tiles, lists and work tiles of a launch, for any kernel.
-
-    Attributes:
-      work: the pass, or two that are fused.
-      q, kv: tilings of query rows and of key rows.
-      major: the tiling of the side that programs hold, one of the two.
-      walked_lists: minor tiling and lists of the pass, then those of a fused second one.
-      settings: warps and pipeline stages; tile sizes are those of q and kv.
-      order: order of the work tiles, see `longest_first_order`; None for any.
-      splits: splits of long work tiles; None for none.
-      steps_before: steps of a work tile before those of each query head, see `dkv_kernel`.
-      work_tiles: number of work tiles of a batch entry.
-    """
+    """Tiles, lists and work tiles of a launch, for any kernel."""
 
     work: GroupPass
+    # Tilings of query rows and of key rows.
     q: RowTiling
     kv: RowTiling
-    major: RowTiling
+    major: RowTiling  # the tiling of the side that programs hold, one of the two
+    # Minor tiling and lists of the pass, then those of a fused second one.
     walked_lists: Sequence[tuple[RowTiling, PassLists]]
-    settings: Settings
-    order: Any
-    splits: Splits | None
-    steps_before: Any
-    work_tiles: int
+    settings: Settings  # warps and pipeline stages; tile sizes are those of q and kv
+    order: Any  # order of the work tiles, see `longest_first_order`; None for any
+    splits: Splits | None  # splits of long work tiles; None for none
+    steps_before: Any  # steps of a work tile before those of each query head, see `dkv_kernel`
+    work_tiles: int  # number of work tiles of a batch entry
 
     def output(self, shape: Sequence[int], rounded: bool = False) -> jax.ShapeDtypeStruct:
         """Returns an output with a batch axis, in the dtype of the query if ``rounded``, else in float32."""
@@ -309,11 +284,10 @@ class PreparedLaunch:
         """Launches a kernel and returns its results: once for splits if there are any, then for all work tiles.
 
         Args:
-          kernel: the kernel.
-          arrays_before_splits: its arrays between the lists of the first pass and the results of splits.
-          sizes: vector sizes of its results by major row; None for one number a row.
-          arrays_after_splits: its arrays after the results of splits.
-          outputs: its results by major row, as many as ``sizes``, then those that it stores in each step.
+          arrays_before_splits: arrays between the lists of the first pass and the results of splits.
+          sizes: vector sizes of the results by major row; None for one number a row.
+          arrays_after_splits: arrays after the results of splits.
+          outputs: results by major row, as many as ``sizes``, then those that the kernel stores in each step.
           constants: constants that not all kernels have. With IN_PLACE, results by major row overwrite the last of
             ``arrays_after_splits``, which have the same shapes.
           split_constants: constants that differ in the launch of splits.

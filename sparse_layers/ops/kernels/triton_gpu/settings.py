@@ -9,19 +9,12 @@ from ..gpu.splits import MAX_SPLITS
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Tile sizes and compiler options of one kernel.
+    """Tile sizes and compiler options of one kernel."""
 
-    Attributes:
-      major: rows of the tile that a program holds.
-      minor: rows of the tile that a step of its loop loads.
-      num_warps: warps of a program.
-      num_stages: depth of the software pipeline.
-    """
-
-    major: int
-    minor: int
+    major: int  # rows of the tile that a program holds
+    minor: int  # rows of the tile that a step of its loop loads
     num_warps: int
-    num_stages: int
+    num_stages: int  # depth of the software pipeline
 
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
@@ -117,13 +110,8 @@ def choose_settings(
 ) -> Settings:
     """Returns the settings of a kernel: the user's, else those of the table, reduced to fit the device and the blocks.
 
-    Args:
-      kernel: "forward", "dq", "dkv", "dq_with_dkv", "kv_outer" or "dkv_with_dq".
-      itemsize: bytes of an element of q, k and v.
-      sizes: padded head sizes of q and k, and of v.
-      blocks: rows of a block of the major side and of the minor one.
-      params: the user's. blocksize_m is of the major side, also where that is keys.
-      device: the GPU.
+    ``sizes`` are padded head sizes of q and k, and of v; ``blocks`` rows of the major side and of the minor one. The
+    user's blocksize_m is of the major side, also where that is keys.
     """
     entries = _entries(kernel, itemsize, sizes)
     settings = next((entry for entry in entries if entry.major <= blocks[0]), entries[-1])

@@ -1,0 +1,108 @@
+"""The core of residual blocks, without a framework: NNX, Linen and Haiku make its layers, and call it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+
+from ..ops.decoding.cache import KVCache
+from .activations import activate
+from .core import Projection
+from .options import PrefillOptions, StepOptions
+from .settings import check_features, check_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCore:
+    """A residual block as its layers.
+
+    Attributes:
+      features: features F of the residual stream.
+      mlp: the activation, see `activate`.
+      parallel: True if the MLP reads the block's input, and not its sum with attention's output.
+      attention: the attention layer, with a call, ``prefill`` and ``decode_step``.
+      attention_norm, mlp_norm: norms of branch inputs, or None.
+      attention_out_norm, mlp_out_norm: norms of branch outputs, or None.
+      mlp_in, mlp_gate, mlp_out: projections of the MLP; mlp_gate is None without a gated activation.
+      mlp_module: another MLP instead of these, or None.
+      dropout: a function of an array and ``deterministic``.
+    """
+
+    features: int
+    mlp: str | Callable[[jax.Array], jax.Array]
+    parallel: bool
+    attention: Any
+    attention_norm: Projection | None
+    attention_out_norm: Projection | None
+    mlp_norm: Projection | None
+    mlp_out_norm: Projection | None
+    mlp_in: Projection | None
+    mlp_gate: Projection | None
+    mlp_out: Projection | None
+    mlp_module: Projection | None
+    dropout: Callable[..., jax.Array]
+
+    @classmethod
+    def of(cls, block: Any) -> "BlockCore":
+        """Returns the core of a block of NNX, Linen or Haiku, whose attributes have the names of these fields."""
+        return cls(**{field.name: getattr(block, field.name) for field in dataclasses.fields(cls)})
+
+    def prefill(
+        self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies the block to prompts [B, T, F], without dropout."""
+        check_block_input(self.features, x)
+        attended, cache = self.attention.prefill(_apply_norm(self.attention_norm, x), lengths, **options)
+        return self.add_branches(x, attended, True), cache
+
+    def decode_step(
+        self, x: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies the block to new tokens [B, F] or [B, S, F], without dropout."""
+        check_block_input(self.features, x, shape="[B, {}]")
+        attended, cache = self.attention.decode_step(_apply_norm(self.attention_norm, x), cache, position, **options)
+        return self.add_branches(x, attended, True), cache
+
+    def add_branches(self, x: jax.Array, attended: jax.Array, deterministic: bool | None) -> jax.Array:
+        """Returns x plus the output of attention and that of the MLP, token by token."""
+        added = x + self.dropout(_apply_norm(self.attention_out_norm, attended), deterministic=deterministic)
+        normed = _apply_norm(self.mlp_norm, x if self.parallel else added)
+        return added + self.dropout(
+            _apply_norm(self.mlp_out_norm, self._apply_mlp(normed)), deterministic=deterministic
+        )
+
+    def _apply_mlp(self, x: jax.Array) -> jax.Array:
+        if self.mlp_in is None or self.mlp_out is None:
+            assert self.mlp_module is not None
+            return self.mlp_module(x)
+        hidden = self.mlp_in(x)
+        return self.mlp_out(activate(self.mlp, hidden, None if self.mlp_gate is None else self.mlp_gate(x)))
+
+
+def apply_block(block: Any, x: jax.Array, deterministic: bool | None, call_options: dict[str, Any]) -> jax.Array:
+    """Applies a block of NNX, Linen or Haiku; ``call_options`` are those of its attention layer's call."""
+    core = BlockCore.of(block)
+    attended = core.attention(_apply_norm(core.attention_norm, x), **call_options)
+    return core.add_branches(x, attended, deterministic)
+
+
+def check_block_input(
+    features: int, x: jax.Array, deterministic: bool | None = None, shape: str = "[..., T, {}]"
+) -> None:
+    """Refuses wrong inputs of a block before its norm fails on them.
+
+    Raises:
+      ValueError, TypeError: see `SparseTransformerBlock.__call__`.
+    """
+    check_features("x", x, shape.format(features), features)
+    check_settings(deterministic=deterministic)
+
+
+def norm_positions(norm_placement: str) -> tuple[bool, bool]:
+    """Returns (True if branch inputs have norms, True if branch outputs have)."""
+    return norm_placement in ("pre", "sandwich"), norm_placement in ("post", "sandwich")
+
+
+def _apply_norm(norm: Projection | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
