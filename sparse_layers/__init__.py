@@ -14,6 +14,7 @@ from .masks import Compressed as Compressed
 from .masks import Empty as Empty
 from .masks import Full as Full
 from .masks import Global as Global
+from .masks import Graph as Graph
 from .masks import Grid as Grid
 from .masks import LogSparse as LogSparse
 from .masks import Mask as Mask
@@ -29,11 +30,13 @@ from .masks import Strided as Strided
 from .masks import Transposed as Transposed
 from .masks import Window as Window
 from .masks import as_masks as as_masks
+from .masks import from_csr as from_csr
 from .masks import from_deepspeed as from_deepspeed
 from .masks import from_mask_mod as from_mask_mod
 from .masks import preset as preset
 from .masks import preset_options as preset_options
 from .masks import presets as presets
+from .masks import spatial_order as spatial_order
 
 __version__ = "0.3.0"  # the one place: what is built and the command line read it here
 

@@ -19,6 +19,9 @@ from .algebra import Or as Or
 from .algebra import Shifted as Shifted
 from .algebra import Transposed as Transposed
 from .deepspeed import from_deepspeed as from_deepspeed
+from .graphs import Graph as Graph
+from .graphs import from_csr as from_csr
+from .graphs import spatial_order as spatial_order
 from .grids import ColumnMajor as ColumnMajor
 from .grids import Grid as Grid
 from .grids import Neighborhood as Neighborhood

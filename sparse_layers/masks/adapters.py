@@ -11,6 +11,7 @@ import numpy as np
 from ..arguments.checks import Positive, checked, strict_kwargs
 from ..arguments.foreign import BY_ENTRY, one_line, scorer_hint
 from .algebra import Array, Mask, PerHead, evaluate_rule, set_integers
+from .graphs import from_slices
 from .presets import preset
 
 
@@ -203,7 +204,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         )
     slices: Any = mask
     if len(shape) == 2:
-        return (Array(slices[:, :]),)
+        return (Array(slices[:, :]) if hasattr(mask, "__array__") else from_slices(slices),)
     if len(shape) == 3 and shape[0]:
         return as_masks([Array(slices[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")

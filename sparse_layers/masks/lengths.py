@@ -1,17 +1,22 @@
-"""Checks that a mask fits lengths: arrays cover all positions, grids all tokens unless they have an offset."""
+"""Checks that a mask fits lengths: arrays and graphs cover all positions, grids without an offset all tokens."""
 
 from collections.abc import Iterator
 
 from .algebra import And, Array, Blocks, Mask, Not, Or, Shifted, Transposed
+from .graphs import Graph
 from .grids import Neighborhood, OnGrid
 
 
 def check_lengths(mask: Mask, q_len: int, kv_len: int) -> None:
-    """Refuses a mask that contains an `Array` or a grid for fewer positions."""
+    """Refuses a mask that contains an `Array`, a `Graph` or a grid for fewer positions."""
     for leaf, queries, keys in _leaves(mask, q_len, kv_len):
         length = max(queries, keys)
         if isinstance(leaf, Array) and not (queries <= leaf.array.shape[0] and keys <= leaf.array.shape[1]):
             raise ValueError(f"mask: an Array must cover {(queries, keys)} positions, got {leaf.array.shape}")
+        if isinstance(leaf, Graph) and not (queries <= leaf.shape[0] and keys <= leaf.shape[1]):
+            raise ValueError(
+                f"mask: a Graph must cover {(queries, keys)} positions, got {leaf.shape}; padding has no edges"
+            )
         if isinstance(leaf, OnGrid) and leaf.offset is None and leaf.size < length:
             grid = f"{type(leaf).__name__} of shape {leaf.shape}"
             raise ValueError(_no_offset(grid, leaf.size, length, "the grid", "offset={}"))

@@ -80,6 +80,9 @@ def _plain(owner: str, value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype == bool:
         bits = zlib.compress(np.packbits(value).tobytes())
         return {"shape": list(value.shape), "bits": base64.b64encode(bits).decode()}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        numbers = zlib.compress(value.tobytes())
+        return {"shape": list(value.shape), "dtype": value.dtype.str, "numbers": base64.b64encode(numbers).decode()}
     name = _class_name(type(value))
     if _CLASSES.get(name) is not type(value) or not dataclasses.is_dataclass(value):
         raise _unwritable(owner, value, f"its class, {name}, is no dataclass of masks or scorers")
@@ -96,6 +99,9 @@ def _value(plain: Any) -> Any:
     if "bits" in plain:
         bits = np.frombuffer(zlib.decompress(base64.b64decode(plain["bits"])), np.uint8)
         return np.unpackbits(bits, count=math.prod(plain["shape"])).astype(bool).reshape(plain["shape"])
+    if "numbers" in plain:
+        numbers = zlib.decompress(base64.b64decode(plain["numbers"]))
+        return np.frombuffer(numbers, np.dtype(plain["dtype"])).reshape(plain["shape"])
     if plain["class"] not in _CLASSES:
         raise ValueError(
             f"the exported program names {plain['class']}, which is not defined here: import the module that defines "

@@ -25,6 +25,7 @@ SHORT = {  # a mask, and lengths of which one exceeds it by 1
     "video": (sl.Radial(4, 16), 65, 65),
     "columns": (sl.ColumnMajor(4, 16, NEAR), 65, 65),
     "one axis": (sl.Neighborhood(64, 7) | sl.Prefix(1), 65, 65),
+    "graph": (sl.Global(1) | sl.from_csr(np.arange(65), np.arange(64)), 65, 65),
     "array in blocks": (sl.Blocks(sl.Array(np.eye(4, dtype=bool)), 16), 65, 65),
 }
 

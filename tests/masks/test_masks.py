@@ -62,8 +62,10 @@ COMPUTABLE = {
     "or": sl.Window(2) | sl.Prefix(3),
     "not": ~(sl.Causal() & sl.BlockDiagonal(5)),
 }
+GRAPH = sl.from_csr(np.r_[0, np.cumsum(ARRAY.sum(1))], np.nonzero(ARRAY)[1], ARRAY.shape[1])
 TABLES = {
     "array": sl.Array(ARRAY),
+    "graph": GRAPH,
     "mask_mod": sl.MaskMod(lambda b, h, q, k: (q - k) % 3 == h, head=1),
     "mask_mod of q alone": sl.MaskMod(lambda b, h, q, k: q >= 4),
 }
@@ -76,7 +78,7 @@ EXACT = sorted(ALL.keys() - OPEN)
 
 sizes = st.integers(1, 12)
 primitives = st.one_of(
-    st.sampled_from([sl.Full(), sl.Empty(), sl.Causal(), sl.LogSparse(), sl.Array(ARRAY), TABLES["mask_mod"]]),
+    st.sampled_from([sl.Full(), sl.Empty(), sl.Causal(), sl.LogSparse(), sl.Array(ARRAY), GRAPH, TABLES["mask_mod"]]),
     st.builds(sl.Window, st.none() | st.integers(0, 20), st.none() | st.integers(0, 20)),
     st.builds(sl.Strided, sizes),
     st.builds(sl.Compressed, sizes, sizes),

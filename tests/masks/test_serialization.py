@@ -30,6 +30,7 @@ class Nameless(sl.Mask):
 
 CASES = {name: sl.preset(name, **TINY[name]) for name in sl.presets()} | {
     "an array": sl.Array(np.random.default_rng(0).random((9, 14)) < 0.5) & ~sl.Window(3).T,
+    "a graph": sl.from_csr(np.array([0, 2, 2, 5]), np.array([7, 1, 0, 3, 3])[[1, 0, 2, 3, 4]], 9) | sl.Global(1),
     "an empty array": sl.Array(np.zeros((0, 4), bool)),
     "a user's": sl.Shifted(Lag(3) | sl.Causal(), by=2),
     "no limit": sl.Window(None, None),

@@ -93,6 +93,40 @@ MISUSES = [
     Misuse("sl.MaskMod(lambda q, k: q >= k)", TypeError, "function", "<lambda>(q, k)", "must take (b, h, q, k)"),
     Misuse("sl.MaskMod(mod, -1)", ValueError, "MaskMod: head", "-1", NUMBER),
     Misuse("sl.MaskMod(mod, 0, 'yes')", ValueError, "MaskMod: traceable", "'yes'", "must be true or false"),
+    Misuse(
+        "sl.from_csr(np.array([0, 2, 1]), np.array([0, 1]))", ValueError, "from_csr: indptr", "2 and then 1", "decrease"
+    ),
+    Misuse(
+        "sl.from_csr(np.array([1, 2]), np.array([0, 1]))", ValueError, "from_csr: indptr", "got [1]", "begin with 0"
+    ),
+    Misuse(
+        "sl.from_csr(np.array([0, 1]), np.array([0, 0]))", ValueError, "indptr", "got 1", "the number of indices, 2"
+    ),
+    Misuse("sl.from_csr(np.zeros(0, int), np.zeros(0, int))", ValueError, "indptr", "got []", "begin with 0"),
+    Misuse("sl.from_csr(np.array([0, 1]), np.array([3]))", ValueError, "indices", "got 3 to 3", "as many as queries"),
+    Misuse(
+        "sl.from_csr(np.array([0, 1]), np.array([-1]), 4)", ValueError, "indices", "got -1", "from 0 to 3, for 4 keys"
+    ),
+    Misuse(
+        "sl.from_csr(np.array([0, 1]), np.array([0]), 2.5)", ValueError, "num_keys", "got 2.5", "must be an integer"
+    ),
+    Misuse("sl.from_csr(np.array([0.0, 1.0]), np.array([0]))", TypeError, "indptr", "float64", "vector of integers"),
+    Misuse(
+        "sl.from_csr(np.array([0, 1]), np.array([True]))",
+        TypeError,
+        "indices",
+        "bool of shape (1,)",
+        "vector of integers",
+    ),
+    Misuse(
+        "sl.from_csr(np.array([0, 1]), jnp.array([0]))", TypeError, "indices", "int32 of shape (1,)", "numpy vector"
+    ),
+    Misuse("sl.spatial_order(np.zeros(3))", ValueError, "spatial_order: points", "(3,)", "[nodes, axes]"),
+    Misuse(
+        "sl.spatial_order(np.full((3, 2), np.nan))", ValueError, "spatial_order: points", "(3, 2)", "finite numbers"
+    ),
+    Misuse("sl.spatial_order(np.zeros((3, 2)), block=0)", ValueError, "spatial_order: block", "got 0", COUNT),
+    Misuse("sl.from_csr(np.eye(3))", TypeError, "from_csr: indptr", "ndarray", "a SciPy matrix in CSR format"),
     Misuse("sl.from_mask_mod(sl.Causal())", TypeError, "function", "Causal()(q, k)", "must take (b, h, q, k)"),
     Misuse("sl.from_mask_mod(mod, heads=0)", ValueError, "from_mask_mod: heads", "got 0", COUNT),
     Misuse("sl.from_mask_mod(mod, heads=True)", ValueError, "from_mask_mod: heads", "True", COUNT),

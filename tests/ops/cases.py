@@ -360,6 +360,8 @@ def _features():
     yield Case("run-time-heads", jnp.asarray(_random(4, 130, 100)), 130, 100, fwd=(16, 32), bwd=(32, 16), soft_cap=5.0)
     yield Case("run-time-sparse", jnp.asarray(np.kron(_random(9, 9), np.ones((16, 16), bool))), 144, fwd=(16, 16))
     yield Case("array-heads", tuple(sl.Array(x) for x in _random(2, 129, 129)), 129)
+    near = np.arange(150)[:, None] + np.array([-70, -9, 0, 5])
+    yield Case("graph", sl.from_csr(np.arange(0, 601, 4), np.clip(near, 0, 149).ravel()), 150)
     yield Case("mask-mod", mod, 300, fwd=(32, 32), core=False)
     yield Case("mask-mod-traceable", dataclasses.replace(mod, traceable=True), 300, fwd=(32, 32))
     yield Case("blocks", window, 300, fwd=(32, 64), bwd=(64, 16))
