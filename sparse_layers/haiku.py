@@ -322,9 +322,6 @@ class SparseTransformerBlock(hk.Module):
       (3, 8, 32)
       >>> jax.eval_shape(model.apply, params, x).shape
       (1, 16, 8)
-
-    References:
-      Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
     @strict_kwargs

@@ -72,9 +72,6 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
       (3, 8, 32)
       >>> Stack().apply(variables, x).shape
       (1, 16, 8)
-
-    References:
-      Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
     num_heads: int
@@ -103,16 +100,13 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
 
     def setup(self):
         shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        norm = functools.partial(
-            nn.LayerNorm if self.norm == "layer" else nn.RMSNorm, epsilon=self.norm_epsilon, **shared
-        )
+        norm_type = nn.LayerNorm if self.norm == "layer" else nn.RMSNorm
+        norm = functools.partial(norm_type, epsilon=self.norm_epsilon, **shared)
         out_init = self.out_kernel_init
         if out_init is None:
             out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
         biases = projections_with_bias(self.use_bias, BLOCK_PROJECTIONS)
-        fields = {
-            field.name: field for kind in (SelfAttentionSettings, PatternSettings) for field in dataclasses.fields(kind)
-        }
+        fields = {x.name: x for cls in (SelfAttentionSettings, PatternSettings) for x in dataclasses.fields(cls)}
         settings: dict[str, Any] = {name: getattr(self, name) for name in fields.keys() - {"parent", "name"}}
         layer: Any = SparseSelfAttention
         if as_nsa(self.pattern) is not None:
@@ -163,9 +157,9 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         """
         check_block_input(self.features, x, deterministic)
         # Flax's layer needs the flag even without dropout.
-        off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
+        deterministic = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
         options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
-        return (_apply_with_remat if self.remat else apply_block)(self, x, off, options)
+        return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 
     @strict_kwargs
     def prefill(

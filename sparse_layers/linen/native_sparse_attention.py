@@ -68,10 +68,6 @@ class NativeSparseAttention(SelfAttentionSettings):
       (8, 3, 1, 2)
       >>> layer.apply(variables, x).shape
       (1, 100, 8)
-
-    References:
-      Yuan et al. 2025, "Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention" (arXiv
-      2502.11089).
     """
 
     num_heads: int

@@ -109,15 +109,7 @@ def generate(
     if top_k is not None:
         checked("top_k", top_k, Annotated[int, 1, vocab_size])
     stops = _stops(stop_token, vocab_size)
-    check_settings(temperature=temperature, top_p=top_p)
-    if temperature > 0 and key is None:
-        raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got None")
-    if temperature > 0:
-        check_settings(key=key)
-    sampling = None if temperature == 0 else {"key": key, "temperature": np.float32(temperature)}
-    if sampling and top_p is not None:
-        sampling["top_p"] = np.float32(top_p)
-    sampling = _on_device(sampling)
+    sampling = _on_device(_sampling_options(temperature, top_p, key))
     if padding_side == "left":
         tokens = _padded_right(tokens, lengths)
     static_args = _StaticArgs(static_model, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
@@ -125,6 +117,18 @@ def generate(
     if on_tokens is None:
         return _generate(static_args, inputs)
     return _generate_streaming(static_args, inputs, stops, on_tokens)
+
+
+def _sampling_options(temperature: float, top_p: float | None, key: jax.Array | None) -> dict[str, Any] | None:
+    """Returns the arguments of `sample` except top_k, None for the likeliest tokens."""
+    check_settings(temperature=temperature, top_p=top_p)
+    if temperature == 0:
+        return None
+    if key is None:
+        raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got None")
+    check_settings(key=key)
+    options = {"key": key, "temperature": np.float32(temperature)}
+    return options if top_p is None else options | {"top_p": np.float32(top_p)}
 
 
 def _on_device(values: Any) -> Any:
@@ -137,16 +141,13 @@ def _check_chunk(model: Decoder, chunk: Any) -> None:
         return
     checked("chunk", chunk, Positive)
     parameters = inspect.signature(model.prefill).parameters
-    if "chunk" not in parameters and not any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    ):
+    if "chunk" not in parameters and not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         raise ValueError(f"chunk must be None for a model whose prefill has no argument chunk, got {chunk}")
 
 
 def _parse_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
     """Returns prompts [B, P] in their own dtype, lengths, and numpy lengths (P where lengths are unknown)."""
-    texts = prompts if isinstance(prompts, list | tuple) else [prompts]
-    if any(isinstance(text, str | bytes) for text in texts):
+    if any(isinstance(x, str | bytes) for x in (prompts if isinstance(prompts, list | tuple) else [prompts])):
         raise TypeError(
             f"prompts must be tokens, got the text {prompts!r}: encode it, for a model of bytes as [list(b'hello')]"
         )
@@ -262,7 +263,7 @@ class _Inputs(NamedTuple):
     tokens: jax.Array  # [B, P]
     lengths: jax.Array  # [B]
     stops: jax.Array | None  # stop tokens [n]
-    sampling: dict[str, Any] | None  # the arguments of `sample` except top_k, None for argmax
+    sampling: dict[str, Any] | None  # of `_sampling_options`
 
 
 @functools.partial(jax.jit, static_argnums=0)
