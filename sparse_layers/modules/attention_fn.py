@@ -280,24 +280,9 @@ class AttentionFn:
                 "input_positions must be None: positions count from the first token, and this function turns nothing; "
                 "for rotary embeddings, apply a Rope to query and key before, or use SparseSelfAttention(rope=)"
             )
-        for name, array in (("query", query), ("key", key), ("value", value)):
-            check_array(name, array, "[..., T, heads, size]")
         check_settings(is_causal=is_causal, dtype=dtype)
-        if query.ndim < 3 or key.shape[:-2] != query.shape[:-2] or value.shape[:-2] != query.shape[:-2]:
-            raise ValueError(
-                "query, key and value must have shapes [..., T, heads, size] with equal T (self-attention), got "
-                f"{query.shape}, {key.shape} and {value.shape}; with decode=True of Flax's layers the position of the "
-                "query is not known here: decode with sl.KVCache"
-            )
-        length = query.shape[-3]
-        if query.shape[-2] == self.seq_len > _MAX_HEADS:
-            raise ValueError(
-                f"query must have shape [..., T, heads, size], got {query.shape}: its heads are as many as seq_len="
-                f"{self.seq_len}, so the axes of tokens and heads look swapped; swap them by jnp.swapaxes(x, -2, -3)"
-            )
+        self._check_arrays(query, key, value)
         warn_of_heads("attention_fn", query.shape, key.shape[-3:-1], self.seq_len)
-        if length > self.seq_len:
-            raise ValueError(f"the input has {length} tokens, more than seq_len={self.seq_len} of make_attention_fn")
         ids: Any = segment_ids
         if ids is not None:
             check_array("segment_ids", ids, "[..., T]")
@@ -307,6 +292,26 @@ class AttentionFn:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         ids = ids if mask is None else ids_from_padding(mask, query.shape[:-2], ids)
         return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
+
+    def _check_arrays(self, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+        """Refuses arrays of wrong shapes, or with more than ``seq_len`` tokens."""
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            check_array(name, array, "[..., T, heads, size]")
+        if query.ndim < 3 or key.shape[:-2] != query.shape[:-2] or value.shape[:-2] != query.shape[:-2]:
+            raise ValueError(
+                "query, key and value must have shapes [..., T, heads, size] with equal T (self-attention), got "
+                f"{query.shape}, {key.shape} and {value.shape}; with decode=True of Flax's layers the position of the "
+                "query is not known here: decode with sl.KVCache"
+            )
+        if query.shape[-2] == self.seq_len > _MAX_HEADS:
+            raise ValueError(
+                f"query must have shape [..., T, heads, size], got {query.shape}: its heads are as many as seq_len="
+                f"{self.seq_len}, so the axes of tokens and heads look swapped; swap them by jnp.swapaxes(x, -2, -3)"
+            )
+        if query.shape[-3] > self.seq_len:
+            raise ValueError(
+                f"the input has {query.shape[-3]} tokens, more than seq_len={self.seq_len} of make_attention_fn"
+            )
 
 
 def ids_from_padding(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[Any, jax.Array]:
