@@ -25,7 +25,6 @@ from .rope import Rope
 from .settings import (
     BLOCK_PROJECTIONS,
     check_order,
-    check_settings,
     check_stream,
     projections_with_bias,
     with_checked_settings,
@@ -236,15 +235,5 @@ _apply_with_remat = nnx.remat(apply_block, static_argnums=(2,))
 
 
 def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Makes the norm named "layer" or "rms" over ``features`` features; options are Flax's.
-
-    Raises:
-      ValueError: an unknown name.
-
-    Example:
-      >>> from flax import nnx
-      >>> type(make_norm("rms", 8, rngs=nnx.Rngs(0))).__name__
-      'RMSNorm'
-    """
-    check_settings(norm=norm)
+    """Makes the norm named "layer" or "rms" over ``features`` features; options are Flax's."""
     return (nnx.LayerNorm if norm == "layer" else nnx.RMSNorm)(features, **options)

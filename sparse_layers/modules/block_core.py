@@ -90,11 +90,7 @@ def apply_block(block: Any, x: jax.Array, deterministic: bool | None, call_optio
 def check_block_input(
     features: int, x: jax.Array, deterministic: bool | None = None, shape: str = "[..., T, {}]"
 ) -> None:
-    """Refuses wrong inputs of a block before its norm fails on them.
-
-    Raises:
-      ValueError, TypeError: see `SparseTransformerBlock.__call__`.
-    """
+    """Refuses wrong inputs of a block before its norm fails on them."""
     check_features("x", x, shape.format(features), features)
     check_settings(deterministic=deterministic)
 

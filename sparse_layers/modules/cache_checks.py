@@ -22,9 +22,6 @@ def check_step(inputs: Any, features: int, cache: Any, cache_type: type[Any], ex
       features: features of the layer's input.
       cache_type: class of the layer's caches, which have ``batch``, the number of sequences.
       expected: the attributes that the layer's cache has, by name.
-
-    Raises:
-      ValueError, TypeError: see `SparseSelfAttention.decode_step`.
     """
     shape, max_step = f"[B, {features}], one token a sequence", getattr(cache, "max_step", 0)
     check_features("inputs", inputs, shape, features)
@@ -63,11 +60,7 @@ def checked_chunk(start: Any, length: int, total: Any, seq_len: int) -> tuple[in
 
 
 def checked_prompts(inputs: jax.Array, lengths: Any, start: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Returns prompts from token ``start`` on, with zeros in their padding, and their lengths, int32 [B].
-
-    Raises:
-      ValueError: see `SparseSelfAttention.prefill`.
-    """
+    """Returns prompts from token ``start`` on, with zeros in their padding, and their lengths, int32 [B]."""
     if inputs.ndim != 3:
         raise ValueError(f"inputs must have shape [B, T, {inputs.shape[-1]}], got {inputs.shape}")
     lengths = checked_lengths(lengths, len(inputs), start + inputs.shape[1])

@@ -39,9 +39,6 @@ def make_attributes(
     """Checks the settings of `NativeSparseAttention`, NNX or Linen, and returns its attributes by name.
 
     Parameters and the features of input and output are missing; ``kernels`` are options of `AttentionFn`.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: see `NativeSparseAttention`.
     """
     nsa, seq_len = checked_nsa(pattern), int(seq_len)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -74,9 +74,6 @@ def check_features(name: str, value: Any, shape: str, features: int) -> None:
     """Refuses a value that is not an array of floats with ``features`` features on its last axis.
 
     ``shape`` is the shape to name in errors.
-
-    Raises:
-      ValueError, TypeError: see above.
     """
     check_array(name, value, shape)
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -86,11 +83,7 @@ def check_features(name: str, value: Any, shape: str, features: int) -> None:
 
 
 def check_order(num_heads: int, features: int, head_dim: int | None = None) -> None:
-    """Refuses more heads than features, as the two were probably swapped.
-
-    Raises:
-      ValueError: see above, unless head_dim is given.
-    """
+    """Refuses more heads than features without a head_dim, as the two were probably swapped."""
     if features < num_heads and head_dim is None:
         raise ValueError(
             f"num_heads={num_heads} must not exceed features={features}: their order is (num_heads, features)"
@@ -98,11 +91,7 @@ def check_order(num_heads: int, features: int, head_dim: int | None = None) -> N
 
 
 def check_stream(rngs: nnx.Rngs, stream: str, use: str) -> None:
-    """Refuses rngs without the stream that ``use`` needs.
-
-    Raises:
-      ValueError: see above.
-    """
+    """Refuses rngs without the stream that ``use`` needs."""
     if stream not in rngs and "default" not in rngs:
         raise ValueError(f"rngs must have a stream {stream!r} or 'default' for {use}, got those of {list(rngs)}")
 

@@ -93,9 +93,6 @@ def attention_step(
       num_heads, num_kv_heads, head_size, dtype: those of later calls; dtype None stands for float32.
       size_name: the name of head_size in errors.
       **settings: the other fields of `AttentionFn`, with a selection as in `SparseSelfAttention`.
-
-    Raises:
-      ValueError, NotImplementedError: see `SparseSelfAttention`.
     """
     check_settings(**lengths)
     masks, scorer = masks_and_scorer(pattern, settings.pop("selection", None), list(lengths.values()))
@@ -144,9 +141,6 @@ def check_inputs(
       lengths: the longest length of each, see `attention_step`.
       segment_ids, selection, sow_weights, positions: see `SparseSelfAttention.__call__`, and
         `SparseCrossAttention.__call__`.
-
-    Raises:
-      ValueError, TypeError: see there.
     """
     if sow_weights:
         raise ValueError(
@@ -198,11 +192,7 @@ def check_inputs(
 
 
 def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:
-    """Refuses positions that are not integers [..., T] or [T] for tokens [..., T].
-
-    Raises:
-      ValueError, TypeError: see above.
-    """
+    """Refuses positions that are not integers [..., T] or [T] for tokens [..., T]."""
     check_array("positions", positions, "[..., T] or [T]")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions must be integers, got {positions.dtype}")

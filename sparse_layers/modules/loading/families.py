@@ -76,11 +76,7 @@ SCALING_KEYS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded"
 
 
 def read_settings(config: Config) -> tuple["Family", dict[str, Any]]:
-    """Returns the family of a configuration, and the arguments of `SparseTransformer`.
-
-    Raises:
-      ValueError: see `from_huggingface`.
-    """
+    """Returns the family of a configuration, and the arguments of `SparseTransformer`."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)

@@ -337,8 +337,8 @@ def _map_tensor(
     family: Family, prefix: str, param_path: PathParts, layer: int, shape: tuple[int, ...], positions: int
 ) -> TensorMapping:
     module, leaf = ".".join(name for name in param_path[:-1] if isinstance(name, str)), param_path[-1]
-    theirs = family.names.get(module, module)
-    name, qkv_index = theirs if isinstance(theirs, tuple) else (theirs, None)
+    file_name = family.names.get(module, module)
+    name, qkv_index = file_name if isinstance(file_name, tuple) else (file_name, None)
     rows = positions if module == "position_embedding" else shape[0]
     name = f"{'' if module == 'head' else prefix}{name.format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
     transposed = leaf == "kernel" and not (family.conv1d and module != "head")

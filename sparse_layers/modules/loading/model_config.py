@@ -130,23 +130,23 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
 
 def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings of a configuration completed by the defaults of `SparseTransformer`."""
-    full = _DEFAULTS | dict(settings)
-    full.setdefault("num_kv_heads", full["num_heads"])
-    full.setdefault("head_dim", full["features"] // full["num_heads"])
-    full["scale"] = full["scale"] or full["head_dim"] ** -0.5
-    full["use_bias"] = projections_with_bias(full["use_bias"], BLOCK_PROJECTIONS)
-    full["normalize_qk"] = full["norm"] if full["normalize_qk"] is True else full["normalize_qk"]
-    ropes = full["rope"] or (None,)
-    full["rope"] = tuple(ropes[layer % len(ropes)] for layer in range(full["num_layers"]))
-    return full
+    completed = _DEFAULTS | dict(settings)
+    completed.setdefault("num_kv_heads", completed["num_heads"])
+    completed.setdefault("head_dim", completed["features"] // completed["num_heads"])
+    completed["scale"] = completed["scale"] or completed["head_dim"] ** -0.5
+    completed["use_bias"] = projections_with_bias(completed["use_bias"], BLOCK_PROJECTIONS)
+    completed["normalize_qk"] = completed["norm"] if completed["normalize_qk"] is True else completed["normalize_qk"]
+    ropes = completed["rope"] or (None,)
+    completed["rope"] = tuple(ropes[layer % len(ropes)] for layer in range(completed["num_layers"]))
+    return completed
 
 
 def _difference(settings: Mapping[str, Any], config_settings: Mapping[str, Any]) -> str:
     """Describes the first setting that differs; with rotary position embeddings, seq_len may."""
     for name, value in settings.items():
         config_value = config_settings[name]
-        floats = isinstance(value, float) and isinstance(config_value, float)
-        is_close = floats and math.isclose(value, config_value)
+        are_floats = isinstance(value, float) and isinstance(config_value, float)
+        is_close = are_floats and math.isclose(value, config_value)
         if value != config_value and not is_close and not (name == "seq_len" and settings["positions"] == "rope"):
             shown = [sorted(x) if isinstance(x, frozenset) else x for x in (value, config_value)]
             return f"{name}, {shown[0]!r} in the model and {shown[1]!r} in config.json"
@@ -159,18 +159,18 @@ def _difference(settings: Mapping[str, Any], config_settings: Mapping[str, Any])
 def layers_with_other_patterns(model: SparseTransformer, settings: Mapping[str, Any]) -> list[int]:
     """Returns the layers whose patterns are not those of a configuration."""
     patterns = settings["patterns"]
-    in_config = [_width(patterns[layer % len(patterns)]) for layer in range(model.num_layers)]
-    return [layer for layer, width in enumerate(_widths(model)) if width != in_config[layer]]
+    in_config = [_window_size(patterns[layer % len(patterns)]) for layer in range(model.num_layers)]
+    return [layer for layer, size in enumerate(_window_sizes(model)) if size != in_config[layer]]
 
 
-def _widths(model: SparseTransformer) -> list[float | None]:
+def _window_sizes(model: SparseTransformer) -> list[float | None]:
     """Returns the windows of layers in tokens, including the query: infinite for causal, None for other patterns."""
     steps = [block.attention.attention_fn.fn for block in _blocks(model)]
-    return [None if fn.selection is not None or len({*fn.masks}) > 1 else _width(fn.masks[0]) for fn in steps]
+    return [None if fn.selection is not None or len({*fn.masks}) > 1 else _window_size(fn.masks[0]) for fn in steps]
 
 
-def _width(mask: Any) -> float | None:
-    """Returns the window of one mask, see `_widths`."""
+def _window_size(mask: Any) -> float | None:
+    """Returns the window of one mask, see `_window_sizes`."""
     terms = [mask.left, mask.right] if isinstance(mask, And) else [mask]
     windows = [term for term in terms if isinstance(term, Window)]
     rest = [term for term in terms if not isinstance(term, Window)]
@@ -230,13 +230,13 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
 
 def _layer_entries(name: str, family: Family, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns windows and rotary position embeddings under names that all generations of transformers read."""
-    widths, ropes = _widths(model), [rope or Rope() for rope in settings["rope"]]
-    is_sliding = [width is not None and width < math.inf for width in widths]
+    window_sizes, ropes = _window_sizes(model), [rope or Rope() for rope in settings["rope"]]
+    is_sliding = [size is not None and size < math.inf for size in window_sizes]
     if len(family.thetas) > 1 and len({*ropes}) > 1:  # two kinds of layers differ by their rope
-        local = min(ropes, key=lambda rope: (rope.scaling is not None, rope.theta))
-        is_sliding = [rope == local for rope in ropes]
-    sizes = {width for width, sliding in zip(widths, is_sliding, strict=True) if sliding}
-    (size,) = sizes if len(sizes) == 1 else (None,)
+        local_rope = min(ropes, key=lambda rope: (rope.scaling is not None, rope.theta))
+        is_sliding = [rope == local_rope for rope in ropes]
+    sliding_sizes = {size for size, sliding in zip(window_sizes, is_sliding, strict=True) if sliding}
+    (size,) = sliding_sizes if len(sliding_sizes) == 1 else (None,)
     size = int(size) if size is not None and size < math.inf else settings["seq_len"]
     entries: dict[str, Any] = {}
     if family.mixed_layers:
@@ -248,8 +248,8 @@ def _layer_entries(name: str, family: Family, model: SparseTransformer, settings
         }
     if name == "mistral":
         entries["sliding_window"] = size if all(is_sliding) else None
-    full = ropes[is_sliding.index(False)] if False in is_sliding else ropes[0]
-    entries |= {"rope_theta": full.theta, "rope_scaling": _scaling_entries(full)}
+    full_rope = ropes[is_sliding.index(False)] if False in is_sliding else ropes[0]
+    entries |= {"rope_theta": full_rope.theta, "rope_scaling": _scaling_entries(full_rope)}
     if len(family.thetas) > 1:
         entries["rope_local_base_freq"] = (
             ropes[is_sliding.index(True)].theta if True in is_sliding else family.thetas[-1]

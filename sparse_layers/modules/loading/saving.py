@@ -107,11 +107,7 @@ def to_huggingface(
 
 
 def _check_values(params: Mapping[Any, Any]) -> None:
-    """Refuses parameters that are tracers or shapes without values.
-
-    Raises:
-      TypeError: see above, with the name of the first of them.
-    """
+    """Refuses parameters that are tracers or shapes without values."""
     for param_path, param in params.items():
         value = param.get_value()
         if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
