@@ -97,7 +97,7 @@ class MaskMod(Mask):
             ) from error
         except ValueError:  # some functions written in C have no signature
             pass
-        set_integers(self, 0, "head", optional=True)
+        set_integers(self, "head", minimum=0, optional=True)
         checked("MaskMod: traceable", self.traceable, bool)
         self(np.zeros((2, 1), np.int64), np.zeros((1, 3), np.int64))
 

@@ -34,8 +34,8 @@ BEYOND = LONGEST + 1  # longer than any sequence: no limit
 
 def set_integers(
     mask: "Mask",
-    minimum: int | None,
     *names: str,
+    minimum: int | None,
     optional: bool = False,
     maximum: int | None = None,
     clip: bool = True,
@@ -433,7 +433,7 @@ class Blocks(Mask):
 
     def __post_init__(self):
         check_masks(self, "mask")
-        set_integers(self, 1, "block")
+        set_integers(self, "block", minimum=1)
 
     def __call__(self, q, k):
         return self.mask(q // self.block, k // self.block)
@@ -474,7 +474,7 @@ class Shifted(Mask):
 
     def __post_init__(self):
         check_masks(self, "mask")
-        set_integers(self, 0, "by", maximum=FARTHEST)  # q + by is computed in int32
+        set_integers(self, "by", minimum=0, maximum=FARTHEST)  # q + by is computed in int32
 
     def __call__(self, q, k):
         return self.mask(q + self.by, k + self.by)

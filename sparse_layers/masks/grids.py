@@ -34,8 +34,8 @@ class OnGrid(Mask):
 
     def _set_lengths(self, *names: str) -> None:
         """Checks the fields that give the lengths of the axes, and the offset."""
-        set_integers(self, 1, *names)
-        set_integers(self, 0, "offset", optional=True)
+        set_integers(self, *names, minimum=1)
+        set_integers(self, "offset", minimum=0, optional=True)
         if self.size > LONGEST:
             what, product = " * ".join(names), " * ".join(map(str, self.shape))
             raise ValueError(f"{type(self).__name__}: {what} must be at most {LONGEST}, got {product}")
@@ -142,7 +142,7 @@ class Grid(OnGrid):
             _check_covers(f"Grid: axes[{axis}]", mask, length)
         for name, value in (("shape", lengths), ("axes", tuple(masks)), ("offset", offset)):
             object.__setattr__(self, name, value)
-        set_integers(self, 0, "offset", optional=True)
+        set_integers(self, "offset", minimum=0, optional=True)
 
     def __call__(self, q, k):
         q, k = q - self.start, k - self.start
@@ -358,7 +358,7 @@ class Neighborhood(Mask):
     causal: bool = False
 
     def __post_init__(self):
-        set_integers(self, 1, "length", "kernel", "dilation")
+        set_integers(self, "length", "kernel", "dilation", minimum=1)
         checked("Neighborhood: causal", self.causal, bool)
         if self.kernel * self.dilation > self.length:
             raise ValueError(

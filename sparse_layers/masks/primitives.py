@@ -123,7 +123,7 @@ class Compressed(Mask):
     stride: int
 
     def __post_init__(self):
-        set_integers(self, 1, "size", "stride", maximum=FARTHEST)  # q + stride is computed in int32
+        set_integers(self, "size", "stride", minimum=1, maximum=FARTHEST)  # q + stride is computed in int32
 
     def __call__(self, q, k):
         return k < self._seen(q)
@@ -167,7 +167,7 @@ class Window(Mask):
     right: int | None = 0
 
     def __post_init__(self):
-        set_integers(self, 0, "left", "right", optional=True)
+        set_integers(self, "left", "right", minimum=0, optional=True)
 
     def __call__(self, q, k):
         # One difference a position and one comparison a pair; positions are not negative, so nothing wraps around.
@@ -209,7 +209,7 @@ class Strided(Mask):
     stride: int
 
     def __post_init__(self):
-        set_integers(self, 1, "stride")
+        set_integers(self, "stride", minimum=1)
 
     def __call__(self, q, k):
         # One remainder a position and one comparison a pair, instead of a remainder a pair.
@@ -246,7 +246,7 @@ class BlockDiagonal(Mask):
     size: int
 
     def __post_init__(self):
-        set_integers(self, 1, "size")
+        set_integers(self, "size", minimum=1)
 
     def __call__(self, q, k):
         return q // self.size == k // self.size
@@ -286,10 +286,10 @@ class Columns(Mask):
     stop: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "period", clip=False)
+        set_integers(self, "period", minimum=1, clip=False)
         if self.stop is None:
             object.__setattr__(self, "stop", self.period)
-        set_integers(self, 0, "start", "stop", clip=False)
+        set_integers(self, "start", "stop", minimum=0, clip=False)
         if not 0 <= self.start < self.end <= self.period:
             raise ValueError(
                 "Columns: must hold 0 <= start < stop <= period, "
@@ -340,7 +340,7 @@ class Prefix(Mask):
     size: int
 
     def __post_init__(self):
-        set_integers(self, 0, "size")
+        set_integers(self, "size", minimum=0)
 
     def __call__(self, q, k):
         return (k < self.size) & (q == q)
@@ -372,7 +372,7 @@ class Global(Mask):
     size: int
 
     def __post_init__(self):
-        set_integers(self, 0, "size")
+        set_integers(self, "size", minimum=0)
 
     def __call__(self, q, k):
         return (k < self.size) | (q < self.size)
@@ -439,9 +439,9 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "count", maximum=MAX_DRAWS)
-        set_integers(self, 1, "size", optional=True, maximum=BEYOND - 1)
-        set_integers(self, None, "seed")
+        set_integers(self, "count", minimum=1, maximum=MAX_DRAWS)
+        set_integers(self, "size", minimum=1, optional=True, maximum=BEYOND - 1)
+        set_integers(self, "seed", minimum=None)
 
     def draw(self, q: Any, i: int) -> Any:
         """Returns the i-th draw of row q: a position in the i-th of ``count`` ranges."""
