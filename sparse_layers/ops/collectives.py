@@ -35,7 +35,7 @@ def send_queries(exchange: Exchange, x: jax.Array, axes: Axes) -> jax.Array:
         x = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
         return x.reshape(batch, length, *rest)
     first, stop = exchange.query_span
-    return _permute(x[:, first:stop], exchange.query_moves, axes)
+    return _permute(x[:, first:stop], exchange.query_permutation, axes)
 
 
 def return_results(exchange: Exchange, x: jax.Array, axes: Axes) -> jax.Array:
@@ -45,7 +45,7 @@ def return_results(exchange: Exchange, x: jax.Array, axes: Axes) -> jax.Array:
         x = x.reshape(batch, exchange.length // exchange.stride, 1, exchange.local_residues, *rest)
         x = jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(batch, length, *rest)
-    return _permute(x, [(compute, home) for home, compute in exchange.query_moves], axes)
+    return _permute(x, [(compute, home) for home, compute in exchange.query_permutation], axes)
 
 
 def _concatenate(arrays: list[jax.Array]) -> jax.Array:

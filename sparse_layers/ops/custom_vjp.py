@@ -114,7 +114,7 @@ def _in_order(sub_calls: tuple[_SubCall, ...], results: list[Any], x: jax.Array)
 
     XLA would begin with a sub-call whose queries come from another device, or wait for results on their way home.
     """
-    if results and (home := sub_calls[len(results) - 1].home) is not None and home.exchange.query_moves:
+    if results and (home := sub_calls[len(results) - 1].home) is not None and home.exchange.query_permutation:
         x, results[-1] = jax.lax.optimization_barrier((x, results[-1]))
     return x
 

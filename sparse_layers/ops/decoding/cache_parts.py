@@ -122,18 +122,18 @@ def plan_cache_parts(mask: Mask, length: int, max_step: int = 1) -> tuple[CacheP
 
 def _part_in_order(mask: Mask, order: RowOrder, length: int, max_step: int) -> list[CachePart]:
     """Returns the part of a mask whose keys are in a row order; an empty list if the mask allows nothing."""
-    view = Reordered(mask, order if order.complete else RowOrder(length), order)
+    view = Reordered(mask, order if order.covers_all_tokens else RowOrder(length), order)
     grid, block = _finest_grid(view)
     if not len(grid.rows):
         return []
     kept, store_type = order.rows, GatheredCache
-    if order.complete:
+    if order.covers_all_tokens:
         store_type = RingCache
         later = (max_step - 1) // math.prod(order.shape[1:])  # tokens of a class that a step adds behind a query
         kept = min(_reach(view, grid, block) + 1 + later, order.shape[0])
     widest = int(np.bincount(grid.rows).max())
     # Rows of a table are copied before they are multiplied: reading half of the rows by a table takes as long as all.
-    if mask.computable and ((order.complete and not order.natural) or kept <= 2 * widest * block):
+    if mask.computable and ((order.covers_all_tokens and not order.natural) or kept <= 2 * widest * block):
         return [CachePart(mask, store_type(order, kept, kept), None)]
     rows, columns = grid.num_rows * block, grid.num_columns * block
     info = process_mask(bind(view, 1, rows, columns), (block, block))[0]

@@ -82,7 +82,7 @@ class Exchange(abc.ABC):
         return 0, self.local_len
 
     @property
-    def query_moves(self) -> list[tuple[int, int]]:
+    def query_permutation(self) -> list[tuple[int, int]]:
         """(home, compute) ranks of all devices in zigzag order: where queries live, and where they are computed."""
         return []
 
@@ -189,7 +189,7 @@ class AllGather(Exchange):
         return (0, self.local_len) if self.half is None else [(0, middle), (middle, self.local_len)][self.half]
 
     @property
-    def query_moves(self) -> list[tuple[int, int]]:
+    def query_permutation(self) -> list[tuple[int, int]]:
         return [] if self.half is None else self.zigzag_moves[self.half]
 
     @property
@@ -235,7 +235,7 @@ class AllGather(Exchange):
         return [[(c // 2, min(c, 2 * self.devices - 1 - c)) for c in half] for half in chunks]
 
     def row_orders(self, rank: int) -> RowOrderPair:
-        home = next((home for home, compute in self.query_moves if compute == rank), rank)
+        home = next((home for home, compute in self.query_permutation if compute == rank), rank)
         return _consecutive(self.length, home * self.local_len + self.query_span[0], self.q_rows), self.order
 
     def __str__(self):

@@ -127,7 +127,7 @@ class RowOrder:
         return self.shape == self.tile == self.kept == (self.length,) and self.offset == self.phase[0] == 0
 
     @property
-    def complete(self) -> bool:
+    def covers_all_tokens(self) -> bool:
         """True if every token has a row."""
         return self.offset == 0 and self.kept == self.shape and math.prod(self.shape) >= self.length
 

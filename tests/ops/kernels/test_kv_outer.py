@@ -55,7 +55,7 @@ def loss(q, k, v, ids, implementation):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_who_hardly_agrees(direction):
     def pays(ids, **options):
-        return kv_outer.neighbours_disagree(*call_of(ids, **options), direction)
+        return kv_outer.selections_disagree(*call_of(ids, **options), direction)
 
     assert pays(SCATTERED)
     assert not pays(AGREEING)
@@ -77,12 +77,12 @@ def test_who_agrees_is_asked_all_over_a_sequence(direction, agree):
     first, others = (AGREEING, SCATTERED) if agree else (SCATTERED, AGREEING)
     ids = np.where(np.arange(T)[:, None, None] < 32, first, others)
     ids = np.repeat(ids, kv_outer.SAMPLE // ids.shape[2], axis=0)
-    assert kv_outer.neighbours_disagree(*call_of(ids), direction) == agree
+    assert kv_outer.selections_disagree(*call_of(ids), direction) == agree
 
 
 def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
     monkeypatch.setattr(kv_outer, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
-    assert kv_outer.neighbours_disagree(*call_of(SCATTERED), "forward")
+    assert kv_outer.selections_disagree(*call_of(SCATTERED), "forward")
 
 
 def test_whom_it_serves(monkeypatch):

@@ -273,7 +273,7 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
     [
         ({}, None),
         ({"sizes": (128, 128), "block": 128}, None),
-        ({"block": 512}, None),  # cut, see `kv_outer.divisor`
+        ({"block": 512}, None),  # cut, see `kv_outer.subblocks_per_block`
         ({"sizes": (96, 96)}, "heads of 64 or 128, got 96$"),
         ({"sizes": (128, 64)}, "got 128 of q and k, 64 of v$"),
         ({"block": 32}, "blocks of 64, 128, 256, 384 or 512 keys, got 32$"),

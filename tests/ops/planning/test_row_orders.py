@@ -72,15 +72,15 @@ def chosen(order):
 def test_orders_by_name():
     for length, stride in ((1, 2), (7, 3), (64, 8)):
         order = RowOrder.residue_major(length, stride)
-        assert chosen(order) == sorted(range(length), key=lambda x: (x % stride, x)) and order.complete
+        assert chosen(order) == sorted(range(length), key=lambda x: (x % stride, x)) and order.covers_all_tokens
     for length, period, start, stop in ((30, 8, 2, 5), (5, 8, 4, 8), (9, 9, 3, 7), (16, 8, 6, 8)):
         order = RowOrder.periodic(length, period, start, stop)
-        assert chosen(order) == [x for x in range(length) if start <= x % period < stop] and not order.complete
+        assert chosen(order) == [x for x in range(length) if start <= x % period < stop] and not order.covers_all_tokens
 
 
 @each_order
 def test_complete_says_whether_all_tokens_have_rows(order):
-    assert order.complete == (set(chosen(order)) == set(range(order.length)))
+    assert order.covers_all_tokens == (set(chosen(order)) == set(range(order.length)))
 
 
 @each_order

@@ -169,7 +169,7 @@ class _SelectionOrder(RowOrder):
         return self.length * self.per_query
 
     @property
-    def complete(self) -> bool:
+    def covers_all_tokens(self) -> bool:
         return False
 
     @property

@@ -37,7 +37,7 @@ SAMPLE = 256
 MIN_WORKSPACE_BYTES = 1 << 28
 
 
-def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.Array:
+def selections_disagree(call: Call, operands: Operands, direction: str) -> jax.Array:
     """Returns bool [], True if neighbouring queries agree so little that this takes less time, judged by a sample."""
     assert operands.selection is not None
     ids, block = operands.selection.ids, operands.selection.block
@@ -55,10 +55,10 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
         max(tile_queries, FULL_TILE // GroupPass(call, operands, 0, 1, ()).pack) if forward else tile_queries
     )
     walked = _count_distinct(ids.reshape(-1, tile_queries * k), columns) * rows_computed
-    number = divisor(call, operands)
+    subblocks = subblocks_per_block(call, operands)
     # Forward, a row takes as long with few keys. Backward, so does a tile of keys that its block does not fill.
-    width = 128 if forward else max(32, padded_size(block // number))
-    longer = min(2, max(1, number * width / block)) if forward else number * width / block
+    width = 128 if forward else max(32, padded_size(block // subblocks))
+    longer = min(2, max(1, subblocks * width / block)) if forward else subblocks * width / block
     return walked > MIN_WASTE[direction] * longer * _count_distinct(ids, columns)
 
 
@@ -68,7 +68,7 @@ def _count_distinct(ids: jax.Array, columns: int) -> jax.Array:
     return (differs(ids) & (ids >= 0) & (ids < columns)).sum(dtype=jnp.float32)  # there may be more than 2 ** 31
 
 
-def divisor(call: Call, operands: Operands) -> int:
+def subblocks_per_block(call: Call, operands: Operands) -> int:
     """Returns the number of equal blocks into which a selected one is divided, so that a program can hold one."""
     assert operands.selection is not None
     block, most = operands.selection.block, kv_outer.max_keys(call, operands)
@@ -125,13 +125,13 @@ def _scan_query_chunks(
     The first carry is None if there is one chunk, else zeros [B, S, K, H] and [B, S, K, Hv].
     """
     assert operands.selection is not None
-    block, query, number = operands.selection.block, operands.query, divisor(call, operands)
-    select = functools.partial(Selection, block=block // number, granularity=operands.selection.granularity)
-    # Invalid ids become -1 first: multiplied by `number`, a large one may overflow to a valid block.
+    block, query, subblocks = operands.selection.block, operands.query, subblocks_per_block(call, operands)
+    select = functools.partial(Selection, block=block // subblocks, granularity=operands.selection.granularity)
+    # Invalid ids become -1 first: multiplied by `subblocks`, a large one may overflow to a valid block.
     ids, columns = operands.selection.ids[..., None], -(-operands.key.shape[1] // block)
-    ids = jnp.where((ids >= 0) & (ids < columns), ids * number + np.arange(number, dtype=np.int32), -1)
+    ids = jnp.where((ids >= 0) & (ids < columns), ids * subblocks + np.arange(subblocks, dtype=np.int32), -1)
     ids = ids.reshape(*ids.shape[:3], -1)
-    table = state_table_of(operands, (1, block // number), call.masks, True)
+    table = state_table_of(operands, (1, block // subblocks), call.masks, True)
     tokens = query.shape[1]
     # As many bytes as the operands and out, which is as large as q. With half of them, MoBA's passes over 131,072
     # tokens need a tenth less memory and 29 % more time, as keys are read more often: 174 ms, not 135, on an H100

@@ -22,7 +22,7 @@ from ..pass_blocks import head_groups_of
 from . import ENGINES, Engine
 
 Kernel = Literal["forward", "dq", "dkv", "dqkv"]
-# The alternatives of a call in which single queries select blocks, see `kv_outer.neighbours_disagree`.
+# The alternatives of a call in which single queries select blocks, see `kv_outer.selections_disagree`.
 DISAGREE, AGREE = "if neighbouring queries disagree", "if neighbouring queries agree"
 
 
@@ -35,7 +35,7 @@ class Launch:
     work: GroupPass  # the pass, or two that are fused, with shapes for arrays
     group: int  # index of the head group
     # True if the kernel adds to the results of earlier launches, else its results are added to them afterwards.
-    starts_from_state: bool
+    accumulates: bool
     rounded: bool  # True to store results (of "dqkv" dq) in the dtype of the query, else in float32
     rounded_kv: bool = False  # the same of dk and dv of "dqkv"
     reason: str | None = None  # why the preferred engine does not compute the work; None where it does
@@ -46,7 +46,7 @@ class KvOuter(NamedTuple):
 
     engine: Engine
     # True if the call always runs them. Otherwise the program decides at run time: it runs them where neighbouring
-    # queries disagree, see `kv_outer.neighbours_disagree`, else the launches of the route.
+    # queries disagree, see `kv_outer.selections_disagree`, else the launches of the route.
     always: bool
     reason: str | None = None  # why the preferred engine has no such kernel for the call; None where it has
 
@@ -139,13 +139,13 @@ def triton_kv_outer_unsupported(call: Call, operands: Operands) -> str | None:
 def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     """Returns why the Hopper kernel that gathers queries cannot compute the gradients of a call, or None."""
     from ..hopper_gpu import query_gather
-    from .kv_outer import divisor
+    from .kv_outer import subblocks_per_block
 
     reason = triton_kv_outer_unsupported(call, operands)
     if reason is not None:
         return reason
     assert operands.selection is not None
-    return query_gather.unsupported(call, operands, operands.selection.block // divisor(call, operands))
+    return query_gather.unsupported(call, operands, operands.selection.block // subblocks_per_block(call, operands))
 
 
 class _EngineWork(NamedTuple):
@@ -176,7 +176,7 @@ def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -
 def _fuse_passes(engines: tuple[Engine, ...], works: Sequence[GroupPass], direction: str) -> list[_EngineWork]:
     """Returns passes and their engines, those of some queries first; two are one where a kernel can compute both."""
     fused: list[_EngineWork] = []
-    for work in sorted(works, key=lambda work: work.q_order.complete):
+    for work in sorted(works, key=lambda work: work.q_order.covers_all_tokens):
         picked = _pick_engine(engines, work, direction)
         for i, (partner, engine, *_) in enumerate(fused):
             if partner.fused_with is None and engine == picked.engine and _can_fuse(engine, partner, work, direction):
@@ -198,10 +198,10 @@ def _can_fuse(engine: Engine, work: GroupPass, second: GroupPass, direction: str
 def _forward_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
     """Returns the forward launches of a head group."""
     fused = _fuse_passes(engines, works, "forward")
-    rounded = _may_round([x.work for x in fused if x.work.q_order.complete])
+    rounded = _may_round([x.work for x in fused if x.work.q_order.covers_all_tokens])
     launches = []
     for i, (work, engine, reason, _) in enumerate(fused):
-        starts = i == 0 or work.q_order.complete
+        starts = i == 0 or work.q_order.covers_all_tokens
         launches.append(Launch("forward", engine, work, group, starts, starts and rounded(work), reason=reason))
     return launches
 
@@ -213,15 +213,15 @@ def _backward_launches(engines: tuple[Engine, ...], works: Sequence[Sequence[Gro
     for group, group_passes in enumerate(works):
         launches = _dq_launches(engines, group_passes, group)
         dkv_launches += [
-            Launch("dkv", "triton", work, group, work.kv_order.complete, False, reason=x.reason)
+            Launch("dkv", "triton", work, group, work.kv_order.covers_all_tokens, False, reason=x.reason)
             for x in launches
             if x.kernel == "dq"
             for work in x.work.unfused()
         ]
         dq_launches += launches
     # Passes over some keys come before those that write dk and dv of all keys.
-    some = [x for x in dkv_launches if not x.starts_from_state]
-    every = [x for x in dkv_launches if x.starts_from_state]
+    some = [x for x in dkv_launches if not x.accumulates]
+    every = [x for x in dkv_launches if x.accumulates]
     rounded = _may_round([x.work for x in (*(x for x in dq_launches if x.kernel == "dqkv"), *every)])
     return (
         *some,
@@ -240,19 +240,19 @@ def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group:
     # latter, those with each key in one list come first: their kernel computes most, and need not read earlier results.
     fused.sort(
         key=lambda x: (
-            x.work.q_order.complete,
-            x.work.kv_order.complete or kernels[x.work] == "dq",
+            x.work.q_order.covers_all_tokens,
+            x.work.kv_order.covers_all_tokens or kernels[x.work] == "dq",
             not x.each_key_once,
         )
     )
-    rounded = _may_round([x.work for x in fused if x.work.q_order.complete])
+    rounded = _may_round([x.work for x in fused if x.work.q_order.covers_all_tokens])
     return [
         Launch(
             kernels[work],
             engine,
             work,
             group,
-            starts_from_state=i == 0 or work.q_order.complete,
+            accumulates=i == 0 or work.q_order.covers_all_tokens,
             rounded=rounded(work) and not any(later.engine == "hopper" for later in fused[i + 1 :]),
             reason=reason,
         )

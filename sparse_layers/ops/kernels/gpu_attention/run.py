@@ -72,7 +72,7 @@ def _if_neighbours_disagree(
     call: Call, run_kv_outer: Callable[..., Any], run_q_outer: Callable[..., Any], operands: Operands, *args: jax.Array
 ) -> Any:
     """Calls one of two functions of the operands and other arrays, by a predicate at run time."""
-    disagree = kv_outer.neighbours_disagree(call, operands, "backward" if args else "forward")
+    disagree = kv_outer.selections_disagree(call, operands, "backward" if args else "forward")
     run_kv_outer = bridge.record_condition(DISAGREE, run_kv_outer)
     run_q_outer = bridge.record_condition(AGREE, run_q_outer)
     return jax.lax.cond(disagree, run_kv_outer, run_q_outer, operands, *args)
@@ -99,10 +99,10 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     """Returns (out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
     sinks = operands.sinks
     # Kernels start from the sinks if only one pass starts each query; otherwise sinks are merged at the end.
-    in_kernels = sum(not x.work.q_order.complete for x in launches) < min(2, len(launches))
+    in_kernels = sum(not x.work.q_order.covers_all_tokens for x in launches) < min(2, len(launches))
     state = None
     for launch in launches:
-        if launch.starts_from_state:
+        if launch.accumulates:
             has_started = state is not None and state.order.natural
             state = _launch_forward(launch, operands, state, sinks if in_kernels and not has_started else None)
         else:
@@ -142,12 +142,12 @@ def _run_backward(
     for launch in planned.backward:
         work, group = launch.work.bind(operands), launch.group
         if launch.kernel == "dkv":
-            dkv_of_launch = triton.dkv(work, inputs, dkv if launch.starts_from_state else None, launch.rounded)
-            dkv = dkv_of_launch if dkv is None or launch.starts_from_state else dkv.add(dkv_of_launch)
+            dkv_of_launch = triton.dkv(work, inputs, dkv if launch.accumulates else None, launch.rounded)
+            dkv = dkv_of_launch if dkv is None or launch.accumulates else dkv.add(dkv_of_launch)
             continue
         earlier = dqs[group]
-        dq, dkv_of_launch = _launch_dq(launch, work, inputs, earlier if launch.starts_from_state else None, dkv)
-        dqs[group] = dq if earlier is None or launch.starts_from_state else earlier.add(dq)
+        dq, dkv_of_launch = _launch_dq(launch, work, inputs, earlier if launch.accumulates else None, dkv)
+        dqs[group] = dq if earlier is None or launch.accumulates else earlier.add(dq)
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
     dq_groups = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]

@@ -105,7 +105,7 @@ def unsupported(work: GroupPass, direction: str) -> str | None:
     entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in work.passes)
     if entries * walked // settings.GROUP_ROWS >= 1 << 31:
         return "the Hopper kernels count steps in 32 bits, and this pass has more"
-    if direction == "forward" and not work.q_order.complete:
+    if direction == "forward" and not work.q_order.covers_all_tokens:
         return "the Hopper forward kernel takes passes over all queries, and this one is over some"
     for order, number in ((work.q_order, _tile_queries(work, direction)), (work.kv_order, settings.tile_keys(block))):
         if _box_view(work, order, number) is None:
@@ -193,7 +193,7 @@ def dqkv(
     dq = jnp.zeros((*query.shape[:2], work.heads, query.shape[-1]), jnp.float32)
     initial = [dq if earlier is None else earlier.by_token()[0].astype(jnp.float32), None, None]
     # Splits add in float32, to earlier gradients or to zeros. dk and dv of only some keys are by row.
-    all_keys = kv.order.complete
+    all_keys = kv.order.covers_all_tokens
     dkv_order = kv.order if all_keys else RowOrder(kv.order.rows)
     dkv_dtype = jnp.float32 if prepared.split_heads else key.dtype
     shapes = dq.shape, *((x.shape[0], dkv_order.length, *x.shape[2:]) for x in (key, value))
@@ -397,7 +397,7 @@ def _order_backward_tiles(
         if splits is not None:
             return order, splits
         keys = work.operands.key.shape[1] * work.operands.key.shape[2]
-        lost_steps = FLOAT32_STEPS[kv.order.complete] * batch * keys / settings.TILE_ROWS / programs
+        lost_steps = FLOAT32_STEPS[kv.order.covers_all_tokens] * batch * keys / settings.TILE_ROWS / programs
         order, splits = split_long_lists(steps[0], steps_before[0], key_heads, batch, programs, lost_steps)
         if splits is not None:
             return order, splits

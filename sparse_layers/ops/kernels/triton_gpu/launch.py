@@ -121,7 +121,9 @@ def launch_dkv(
 def each_key_once(work: GroupPass) -> bool:
     """True if each key is in one list, so that one program computes all of its dk and dv."""
     heads, kv_heads, rows = work.operands.query.shape[2], work.operands.key.shape[2], _tile_rows(work, "dq_with_dkv")
-    complete = work.q_order.complete and work.kv_order.complete and work.step == 1 and heads == kv_heads
+    complete = (
+        work.q_order.covers_all_tokens and work.kv_order.covers_all_tokens and work.step == 1 and heads == kv_heads
+    )
     if rows is None or not complete or not work.passes or work.fused_with or work.operands.segments is not None:
         return False
     for one in work.passes:  # an early exit, before lists are built for this test alone
@@ -371,7 +373,7 @@ class PreparedLaunch:
 
 def _result_order(order: RowOrder) -> RowOrder:
     """Returns the row order of a pass' results: by token if it has all tokens."""
-    return RowOrder(order.length) if order.complete else order
+    return RowOrder(order.length) if order.covers_all_tokens else order
 
 
 def _list_arrays(lists: PassLists) -> list[Any]:
