@@ -35,9 +35,9 @@ class SparseTransformerBlock(nnx.Module):
     """A residual block of attention and an MLP; the default is that of the Sparse Transformer (Child et al. 2019).
 
     ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. ``norm_placement`` and ``parallel`` select
-    the norms and the MLP's input of later models. The last projections of both branches start
-    1/sqrt(2 * num_layers) times smaller than Flax's default, so that the residual stream of the whole stack keeps its
-    size. Dropout acts at the ends of the two branches.
+    the norms and the MLP's input of later models. The last projections of both branches start at 1/sqrt(2 * num_layers)
+    of Flax's default, so that the residual stream of the whole stack keeps its size. Dropout acts at the ends of the
+    two branches.
 
     The block is causal if its pattern is. With a bidirectional pattern, and `Rope` for coordinates, it is a block of an
     encoder, of images or videos for example. `prefill` refuses such a pattern, as later tokens would change the cache.

@@ -16,10 +16,12 @@ class Decoder(Protocol):
     """A model that `generate` can sample from: any object with these two methods, whose arguments are positional.
 
     The object is an NNX module, a Linen module bound to its variables (``module.bind(variables)``), a pytree (an
-    Equinox module, a registered dataclass) or an instance of a plain class. `jax.jit` traces both methods. Arrays in
-    the model, its attributes and theirs are arguments of the compiled program and may change from call to call. All
-    other attributes are static: compared by value, or by identity if they have no hash. Do not change closures, or
-    hashable objects with arrays inside. Caches are any pytree.
+    Equinox module, a registered dataclass) or an instance of a plain class. `jax.jit` traces both methods. Arrays are
+    arguments of the compiled program and may change from call to call. They are found in the model and its attributes,
+    in pytrees (lists, tuples, dicts) and in instances of plain classes, those that define neither ``__new__`` nor a
+    hash that succeeds. Everything else is static, whatever it contains: functions with their closures, partial
+    functions, objects with a hash, sets, and instances of subclasses of list and dict. A static value is compared by
+    value, or by identity if it has no hash. Do not change one, or arrays in it, between calls. Caches are any pytree.
 
     A model may have three more names: ``seq_len``, the longest sequence in tokens; ``unrolled()``, which returns a
     model with faster decoding steps; and an argument ``chunk`` of ``prefill``, the number of tokens to read at a time.

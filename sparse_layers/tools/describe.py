@@ -73,28 +73,25 @@ def describe(
     """Says in words what a mask, plan, layer or model costs: picture, density, blocks, passes and the expected saving.
 
     Args:
-      subject: a mask with its lengths, or what knows these by itself. A mask is whatever `as_masks` takes; the others
-        are a `Plan`, a layer or block of this package, what `make_attention_fn` returns, or a `SparseTransformer`,
-        whose layers are told one by one, equal ones once. In any other model it looks for these in fields, lists and
-        dicts, and names the paths to them; in a Linen module also in what ``setup`` makes. Where a scorer chooses
-        blocks, it says how many pairs that leaves, and to how many more attention would take as much work as scores
-        take: a score is one product, of the scorer's features, and a pair of attention two, of a head's. To find the
-        highest ones is not in it. A scorer by itself is one among all keys of the past, with as many key heads as query
-        heads, of 128 features; of `NSA`, that is the branch "selected", beside which the layer has two more.
+      subject: a mask, as `as_masks` takes it, with its lengths; or, without lengths, a `Plan`, a layer or block of this
+        package, the result of `make_attention_fn`, or a `SparseTransformer`, whose equal layers are described once. In
+        any other model, these are looked for in fields, lists and dicts, and in what ``setup`` of a Linen module makes;
+        the text names their paths. A scorer by itself selects among all keys of the past, with as many key heads as
+        query heads, of 128 features; of `NSA`, this is the branch "selected", one of the layer's three. The text then
+        counts the selected pairs, and the work of the scores in pairs of attention. Sorting scores is not counted.
       q_len: number of queries, 1 to 1048576, of a mask; None for the others.
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
-      devices: that share each sequence, as by ``query_sharding``. With several it also says by which routes keys come
-        to their queries. Of each route, forward and backward, it says what the device receives that receives most, and
-        how far the pairs that the busiest device computes exceed the mean. The bound is the least that must be
-        received: the keys that a device's queries see elsewhere, and by residues all that changes places. These are
-        bytes of a batch entry where heads and their size are known, as those of most layers are, and rows of all heads
-        elsewhere. Grouped heads of a layer are reckoned with: keys that fewer heads have are cheaper to send.
+      devices: number of devices that share each sequence, as by ``query_sharding``. With several, the text also lists
+        the exchanges of keys. For each, forward and backward, it has what the device receives that receives most, and
+        how far the pairs of the busiest device exceed the mean. The bound is the least that must be received: keys of
+        other devices that a device's queries see, and all rows that move to the device of their residue. Numbers are
+        bytes of one batch entry if heads and their size are known, as for most layers, else rows of all heads.
       device: a GPU, which need not be there: a name such as "h100"; JAX's ``device_kind``, "NVIDIA H100 80GB HBM3"; or
         a compute capability, "9.0" or (9, 0), for the first GPU of the list that has it. An unknown name ends in an
         error with this list. The plan and the kernels are then those of this GPU, but a `Plan` stays as it is. Triton
         must be installed. None for the device at hand.
-      segment_ids: whether calls have segment ids, which may change the kernels. The kernels are those of one batch
+      segment_ids: True if calls have segment ids, which may change the kernels. The kernels are those of one batch
         entry on one device, with the heads, head size, dtype and options of a layer; the text says what is assumed.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.

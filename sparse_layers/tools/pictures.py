@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import textwrap
 import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from ..masks.adapters import MaskLike, as_masks
 from ..masks.algebra import Mask
 from ..masks.counting import count
 from ..masks.lengths import grid_starts
-from ..masks.pictures import COLOURS, cells, shortened
+from ..masks.pictures import COLOURS, FORMULA, cells, shortened
 from ..masks.states import EMPTY, FULL
 from ..ops.planning.binding import masks_for_lengths
 from ..ops.planning.plan import Pass, Plan
@@ -28,7 +29,7 @@ if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIGNS = np.array(["·", "▪", "■"])  # by state: EMPTY, PARTIAL, FULL
-_FORMULA = 56  # most characters of a formula in a title
+_LINE = 56  # most characters of a formula in a line of a title
 # Most cells on a side, pictures side by side, and blocks outlined in one.
 _SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
 _TOKENS = 1 << 16  # most tokens of a grid in characters
@@ -289,10 +290,11 @@ def _of_masks(
 
 
 def _title(mask: Mask, shape: tuple[int, int]) -> str:
-    """Returns the formula, lengths and density of a mask."""
+    """Returns the formula of a mask, on as many lines as it needs, and its lengths and density."""
     lengths = f"T = {shape[0]}" + (f", S = {shape[1]}" if shape[1] != shape[0] else "")
     share = count(mask, *shape).pairs / (shape[0] * shape[1])
-    return f"{shortened(repr(mask), _FORMULA)}\n{lengths}, {share:.4%} of the pairs allowed"
+    formula = "\n".join(textwrap.wrap(shortened(repr(mask), FORMULA), _LINE, break_on_hyphens=False))
+    return f"{formula}\n{lengths}, {share:.4%} of the pairs allowed"
 
 
 def _outlines(block_pass: Pass) -> np.ndarray:

@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import operator
 import sys
 
 import matplotlib
@@ -151,9 +153,21 @@ def test_draw_one_head_into_given_axes():
     mask = dataclasses.make_dataclass("Named", [], bases=(sl.Window,), frozen=True, eq=False, repr=False)
     mask.__repr__ = lambda self: named
     assert sl.draw((sl.Full(), mask(3)), 64, ax=right, head=3) is own
-    assert not left.images and right.get_title() == f"{named[:53]}...\nT = 64, 6.1035% of the pairs allowed, head 3"
+    assert not left.images and right.get_title().endswith("\nT = 64, 6.1035% of the pairs allowed, head 3")
     np.testing.assert_array_equal(right.images[0].get_array(), 2 * sl.Window(3).dense(64))
     own.canvas.draw()  # and a $ means nothing
+
+
+def test_draw_wraps_long_formulas_in_the_title():
+    mask = sl.Causal() & (sl.Window(1023) | sl.Global(64) | sl.Strided(128))
+    figure = sl.draw(mask, 256)
+    *lines, numbers = figure.axes[0].get_title().split("\n")
+    assert " ".join(lines) == repr(mask) and len(lines) > 1 and numbers.startswith("T = 256, ")
+    figure.canvas.draw()
+    title, page = figure.axes[0].title.get_window_extent(), figure.bbox
+    assert page.x0 <= title.x0 and title.x1 <= page.x1 and title.y1 <= page.y1
+    *lines, _ = sl.draw(functools.reduce(operator.or_, map(sl.Window, range(50))), 64).axes[0].get_title().split("\n")
+    assert len(lines) <= 5 and lines[-1].endswith("...") and max(map(len, lines)) <= 56
 
 
 def test_draw_outlines_the_blocks_of_each_pass():
@@ -162,7 +176,10 @@ def test_draw_outlines_the_blocks_of_each_pass():
     (chain,) = plan.chains
     assert len(chain) == 2 and not chain[1].kv_order.natural
     figure = sl.draw(plan, blocks=True)
-    assert [axes.get_title().split("\n")[2].partition(":")[0] for axes in figure.axes] == ["pass 1 of 2", "pass 2 of 2"]
+    assert [axes.get_title().split("\n")[-1].partition(":")[0] for axes in figure.axes] == [
+        "pass 1 of 2",
+        "pass 2 of 2",
+    ]
     for axes, block_pass in zip(figure.axes, chain, strict=True):
         rows, columns = block_pass.q_order.rows, block_pass.kv_order.rows
         dense = block_pass.mask.dense(rows, columns)
