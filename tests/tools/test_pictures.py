@@ -153,7 +153,9 @@ def test_draw_one_head_into_given_axes():
     mask = dataclasses.make_dataclass("Named", [], bases=(sl.Window,), frozen=True, eq=False, repr=False)
     mask.__repr__ = lambda self: named
     assert sl.draw((sl.Full(), mask(3)), 64, ax=right, head=3) is own
-    assert not left.images and right.get_title().endswith("\nT = 64, 6.1035% of the pairs allowed, head 3")
+    *lines, numbers = right.get_title().split("\n")
+    assert not left.images and numbers == "T = 64, 6.1035% of the pairs allowed, head 3"
+    assert " ".join(lines) == named.strip() and max(map(len, lines)) <= 56
     np.testing.assert_array_equal(right.images[0].get_array(), 2 * sl.Window(3).dense(64))
     own.canvas.draw()  # and a $ means nothing
 
