@@ -63,6 +63,10 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.attention import block_sparse_attention as block_sparse_attention
     from .ops.decoding.cache import KVCache as KVCache
     from .ops.implementations import implementations as implementations
+    from .ops.order import block_order as block_order
+    from .ops.order import prefix_order as prefix_order
+    from .ops.order import segment_ids_from_lengths as segment_ids_from_lengths
+    from .ops.order import span_order as span_order
     from .ops.planning.binding import bind as bind
     from .ops.planning.mask_info import MaskInfo as MaskInfo
     from .ops.planning.mask_info import process_dynamic_mask as process_dynamic_mask
@@ -114,6 +118,7 @@ _AT_FIRST_USE = {
     "ops.attention": ("block_sparse_attention",),
     "ops.decoding.cache": ("KVCache",),
     "ops.implementations": ("implementations",),
+    "ops.order": ("block_order", "prefix_order", "segment_ids_from_lengths", "span_order"),
     "ops.planning.binding": ("bind",),
     "ops.planning.mask_info": (
         "MaskInfo",

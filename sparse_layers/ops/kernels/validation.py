@@ -51,10 +51,11 @@ def checked_array(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-def checked_numbers(name: str, x: Any, shape: tuple[int, ...], kind: Any, rule: str, hint: str = "") -> Any:
+def checked_numbers(name: str, x: Any, shape: tuple[Any, ...], kind: Any, rule: str, hint: str = "") -> Any:
     """Returns the argument ``name``, which may be a list of numbers, as an array of a shape and a ``kind`` of dtype.
 
-    ``rule`` says both in words, for the error, and ``hint`` is its end.
+    In a shape, a first ``...`` stands for any axes and None for any length. ``kind`` may be a tuple of these. ``rule``
+    says both in words, for the error, and ``hint`` is its end.
     """
     array: Any = x
     if hasattr(x, "__jax_array__"):
@@ -63,9 +64,18 @@ def checked_numbers(name: str, x: Any, shape: tuple[int, ...], kind: Any, rule: 
         with contextlib.suppress(TypeError, ValueError):  # rows of unequal lengths
             numbers = np.asarray(x)
             array = numbers if numbers.dtype.kind in "biuf" else x
-    if not hasattr(array, "dtype") or array.shape != shape or not jnp.issubdtype(array.dtype, kind):
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    is_of_kind = hasattr(array, "dtype") and any(jnp.issubdtype(array.dtype, x) for x in kinds)
+    if not is_of_kind or not _has_shape(array.shape, shape):
         raise ValueError(f"{name} must be {rule}, got {describe_value(array)}{hint}")
     return array
+
+
+def _has_shape(shape: tuple[int, ...], wanted: tuple[Any, ...]) -> bool:
+    if wanted[:1] == (...,):
+        wanted = wanted[1:]
+        shape = shape[max(len(shape) - len(wanted), 0) :]
+    return len(shape) == len(wanted) and all(n in (None, m) for m, n in zip(shape, wanted, strict=True))
 
 
 def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:
