@@ -162,7 +162,7 @@ def span_order(spans: Integers) -> jax.Array:
 
     References:
       Zhou et al. 2024, "Transfusion: Predict the Next Token and Diffuse Images with One Multi-Modal Model"
-      (arXiv 2408.11039), section 3.2.
+      (arXiv 2408.11039).
     """
     ids = _checked_integers("spans", spans, (..., None), "bools or integers of shape [..., T]", kinds=(np.bool_,))
     position = jnp.arange(ids.shape[-1], dtype=jnp.int32)
