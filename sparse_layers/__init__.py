@@ -25,6 +25,7 @@ from .masks import Or as Or
 from .masks import Prefix as Prefix
 from .masks import Radial as Radial
 from .masks import Random as Random
+from .masks import Rectangle as Rectangle
 from .masks import Shifted as Shifted
 from .masks import Strided as Strided
 from .masks import Transposed as Transposed

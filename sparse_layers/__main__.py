@@ -26,8 +26,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _spelled(option: str, value: Any) -> str:
-    """Returns the default of an option as a preset's name spells it; dots for a shape, which has none."""
-    if option == "shape":
+    """Returns the default of an option as a preset's name spells it; dots for lengths that have none."""
+    if value is None and option != "offset":
         return "..."
     return "x".join(str(x).lower() for x in (value if isinstance(value, tuple) else (value,)))
 

@@ -3,6 +3,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import sparse_layers as sl
@@ -17,8 +18,9 @@ def test_list_names_every_preset_with_its_options(capsys):
         assert any(line.strip() == summary for line in lines)
         heads = [line for line in lines if line.partition(":")[0] == name]
         assert len(heads) == 1
-        # What is printed is what `show` takes, with a shape for the dots.
-        assert sl.preset(heads[0].replace("...", "24x24x24")) == sl.preset(name, **NEEDED[name])
+        # What is printed is what `show` takes, with lengths for the dots.
+        lengths = ["x".join(map(str, np.ravel(value))) for value in NEEDED[name].values()]
+        assert sl.preset(heads[0].replace("...", *lengths or [""])) == sl.preset(name, **NEEDED[name])
 
 
 def test_show_prints_the_description(capsys):

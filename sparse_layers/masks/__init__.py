@@ -41,3 +41,4 @@ from .primitives import Prefix as Prefix
 from .primitives import Random as Random
 from .primitives import Strided as Strided
 from .primitives import Window as Window
+from .rectangles import Rectangle as Rectangle

@@ -411,10 +411,10 @@ class Blocks(Mask):
 
     Args:
       mask: says which block of queries sees which block of keys.
-      block: block size in tokens.
+      block: block size in tokens, or a pair (queries in a block, keys in a block).
 
     Raises:
-      ValueError: block is not a positive integer.
+      ValueError: block is neither a positive integer nor a pair of them.
       TypeError: mask is not a mask.
 
     Example:
@@ -426,23 +426,40 @@ class Blocks(Mask):
       ■ ■ ■ ■ · ·
       ■ ■ ■ ■ ■ ■
       ■ ■ ■ ■ ■ ■
+      >>> print(sl.picture(sl.Blocks(sl.Causal(), block=(1, 3)), 3, 9))
+      ■ ■ ■ · · · · · ·
+      ■ ■ ■ ■ ■ ■ · · ·
+      ■ ■ ■ ■ ■ ■ ■ ■ ■
     """
 
     mask: Mask
-    block: int
+    block: int | tuple[int, int]
 
     def __post_init__(self):
         check_masks(self, "mask")
-        set_integers(self, "block", minimum=1)
+        sizes = self.block if isinstance(self.block, tuple) else (self.block,)
+        numbers = [as_int(size) for size in sizes]
+        if not 1 <= len(numbers) <= 2 or any(number is None or number < 1 for number in numbers):
+            raise ValueError(f"Blocks: block must be an integer >= 1 or a pair of these, got {self.block!r}")
+        q_block, kv_block = (min(number, BEYOND) for number in (numbers * 2)[:2] if number is not None)
+        # One number for equal sizes, so that equal masks have equal fields.
+        object.__setattr__(self, "block", q_block if q_block == kv_block else (q_block, kv_block))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of queries and of keys in a block."""
+        return self.block if isinstance(self.block, tuple) else (self.block, self.block)
 
     def __call__(self, q, k):
-        return self.mask(q // self.block, k // self.block)
+        q_block, kv_block = self.sizes
+        return self.mask(q // q_block, k // kv_block)
 
     def block_state(self, q0, q1, k0, k1):
-        return self.mask.block_state(*(x // self.block for x in (q0, q1, k0, k1)))
+        q_block, kv_block = self.sizes
+        return self.mask.block_state(q0 // q_block, q1 // q_block, k0 // kv_block, k1 // kv_block)
 
     def _period(self) -> int:
-        return self.block * self.mask._period()
+        return max(self.sizes) * self.mask._period()
 
 
 @strict_kwargs

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from .algebra import And, Array, Blocks, Mask, Not, Or, Shifted, Transposed
 from .graphs import Graph
 from .grids import Neighborhood, OnGrid
+from .rectangles import Rectangle
 
 
 def check_lengths(mask: Mask, q_len: int, kv_len: int) -> None:
@@ -33,8 +34,9 @@ def grid_starts(mask: Mask) -> set[int]:
       >>> grid_starts(sl.Grid((2, 3), sl.Window(1), offset=4) | sl.Global(4))
       {4}
     """
-    # For lengths of 0, the length of a leaf is what shifts add to it.
-    return {max(0, leaf.start - shift) for leaf, shift, _ in _leaves(mask, 0, 0) if isinstance(leaf, OnGrid)}
+    # For lengths of 0, those of a leaf are what shifts add to them.
+    leaves = [(leaf, shifts) for leaf, *shifts in _leaves(mask, 0, 0) if isinstance(leaf, OnGrid)]
+    return {max(0, leaf.start - shift) for leaf, shifts in leaves for shift in shifts}
 
 
 def _no_offset(mask: str, size: int, length: int, grid: str, example: str) -> str:
@@ -56,8 +58,12 @@ def _leaves(mask: Mask, q_len: int, kv_len: int) -> Iterator[tuple[Mask, int, in
     elif isinstance(mask, Transposed):
         yield from _leaves(mask.mask, kv_len, q_len)
     elif isinstance(mask, Blocks):
-        yield from _leaves(mask.mask, -(-q_len // mask.block), -(-kv_len // mask.block))
+        q_block, kv_block = mask.sizes
+        yield from _leaves(mask.mask, -(-q_len // q_block), -(-kv_len // kv_block))
     elif isinstance(mask, Shifted):
         yield from _leaves(mask.mask, q_len + mask.by, kv_len + mask.by)
+    elif isinstance(mask, Rectangle):
+        lengths = (q_len - mask.q_start, mask.q_len), (kv_len - mask.kv_start, mask.kv_len)
+        yield from _leaves(mask.mask, *(n if most is None else min(n, most) for n, most in lengths))
     else:
         yield mask, q_len, kv_len

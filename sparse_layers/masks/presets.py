@@ -1,7 +1,8 @@
 """Presets: sparsity patterns by the names and in the units of the systems that published them.
 
 A preset is a docstring plus one expression over the masks of this room. The query at position q attends to the key at
-position k where the formula holds; q and k count tokens from 0. Those of images and videos are in `grid_presets.py`.
+position k where the formula holds; q and k count tokens from 0. Those of images and videos are in `grid_presets.py`,
+those of block diffusion in `diffusion_presets.py`.
 """
 
 import inspect
@@ -10,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from ..arguments.checks import LONGEST, Natural, Positive, checked_by_axis, parsed_options, strict_kwargs, suggest
 from ..arguments.foreign import PRESETS
-from . import grid_presets
+from . import diffusion_presets, grid_presets
 from .algebra import And, Blocks, Mask, PerHead
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
@@ -58,7 +59,8 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
         values[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
     for option, parameter in inspect.signature(make).parameters.items():
         if parameter.default is parameter.empty and option not in values:
-            raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
+            example = "64x64" if option == "shape" else 4096
+            raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}={example}'")
     masks = make(**values)
     return PerHead(masks) if isinstance(masks, tuple) else masks
 
@@ -77,7 +79,7 @@ def presets() -> dict[str, str]:
 
 @strict_kwargs
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
-    """Returns the options of a preset with their defaults; ``shape``, which has no default, is None.
+    """Returns the options of a preset with their defaults; None for lengths that have no default, such as ``shape``.
 
     Args:
       name: a preset's name.
@@ -560,6 +562,8 @@ _PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {
     "logsparse": logsparse,
     "prefix_lm": prefix_lm,
     "bidirectional": bidirectional,
+    "block_diffusion": diffusion_presets.block_diffusion,
+    "draft_blocks": diffusion_presets.draft_blocks,
     "neighborhood": grid_presets.neighborhood,
     "sliding_tile": grid_presets.sliding_tile,
     "windows": grid_presets.windows,

@@ -9,6 +9,7 @@ from ..masks.counting import Count
 from ..masks.grids import ColumnMajor, Neighborhood, OnGrid
 from ..masks.pictures import FORMULA, shortened
 from ..masks.primitives import Causal, Full, Random
+from ..masks.rectangles import Rectangle
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.planner import make_plan
@@ -20,7 +21,7 @@ _ADVISED_SAVING = 1.5  # times less work; a change that saves less is not advise
 _LONGEST = 1 << 16  # tokens; more take seconds to plan
 _DOUBLINGS = 6  # of a length
 _BLOCK = 128  # tokens of the blocks that are advised for scattered keys
-_SIZED = Array, OnGrid, ColumnMajor, Neighborhood  # masks that end where their array or grid ends
+_SIZED = Array, OnGrid, ColumnMajor, Neighborhood, Rectangle  # masks with lengths of their own
 
 
 def advice(plan: Plan, h: int, count: Count) -> Iterator[str]:

@@ -221,12 +221,15 @@ def check(case: Case, answers: dict[str, np.ndarray]) -> None:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-# What must be given beside the defaults: a shape that the other defaults fit.
-NEEDED = {name: {"shape": (24, 24, 24)} if "shape" in sl.preset_options(name) else {} for name in sl.presets()}
+# Options without a default: lengths that the other defaults fit.
+_LENGTHS = {"shape": (24, 24, 24), "n": 150, "total_seq_len": 100}
+NEEDED = {name: {x: _LENGTHS[x] for x in sl.preset_options(name) if x in _LENGTHS} for name in sl.presets()}
 TINY = NEEDED | {  # options under which 40 tokens show the pattern; a preset that is not listed runs with its defaults
     "bigbird": {"block": 4, "global_blocks": 1, "random_blocks": 1},
+    "block_diffusion": {"n": 20, "block_size": 6},
     "chunked": {"chunk": 12},
     "dilated": {"window": 4, "dilation": 3},
+    "draft_blocks": {"total_seq_len": 24, "block_size": 4, "stride": 5},
     "fixed": {"local_attn_ctx": 8, "num_verts": 2, "vertsize": 1, "blocksize": 2},
     "local": {"local_attn_ctx": 7},
     "longformer": {"window": 5, "global_tokens": 2},
@@ -260,6 +263,8 @@ SMALLER = {
     "longformer": {"window": 24, "global_tokens": 5, "causal": False},
     "bigbird": {"block": 8, "random_blocks": 2, "causal": False},
     "streaming": {"window": 24, "sinks": 4},
+    "block_diffusion": {"n": 64, "block_size": 12},
+    "draft_blocks": {"total_seq_len": 70, "block_size": 8, "stride": 11},
     "prefix_lm": {"prefix": 40},
     "neighborhood": {"shape": (12, 13), "kernel": 5, "causal": (True, False)},
     "sliding_tile": {"shape": (4, 5, 6), "kernel": (1, 3, 3), "tile": 2, "offset": 0},
@@ -271,7 +276,7 @@ SMALLER = {
     "radial": {"shape": (17, 3, 4)},
 }
 SMALL = SMALLER | {name: needed for name, needed in NEEDED.items() if name not in SMALLER}
-BOTH_WAYS = {"bidirectional", "prefix_lm"} | {"neighborhood", "sliding_tile", "windows", "axial"}
+BOTH_WAYS = {"bidirectional", "prefix_lm", "block_diffusion", "draft_blocks"} | {"neighborhood", "sliding_tile", "windows", "axial"}
 BOTH_WAYS |= {"spatial_temporal", "radial"}
 # One preset for each way to leave natural order: permuted, also after a window; gathered keys; gathered queries, too.
 CHAINS = ["strided", "sparse_transformer_strided", "sparse_transformer_fixed", "longformer"]
@@ -285,8 +290,9 @@ def _presets():
         dtypes = ("float32", "bfloat16") if number % 2 else ("bfloat16", "float32")
         mask = sl.preset(name, **options)
         yield Case(f"{name}-129-{dtypes[0]}", mask, 129, dtype=dtypes[0], batch=1, fwd=(32, 64))
-        if not NEEDED[name]:
-            yield Case(f"{name}-default-300-{dtypes[1]}", sl.preset(name), 300, dtype=dtypes[1], core=False)
+        if "shape" not in NEEDED[name]:
+            default = sl.preset(name, **NEEDED[name])
+            yield Case(f"{name}-default-300-{dtypes[1]}", default, 300, dtype=dtypes[1], core=False)
 
 
 def _chains():

@@ -426,6 +426,6 @@ def mask_period(mask: Mask) -> int | None:
     if isinstance(mask, Not | Transposed | Shifted):
         return mask_period(mask.mask)
     if isinstance(mask, Blocks):
-        inner = mask_period(mask.mask)
-        return None if inner is None else inner * mask.block
+        inner, (q_block, kv_block) = mask_period(mask.mask), mask.sizes
+        return None if inner is None or q_block != kv_block else inner * q_block
     return None

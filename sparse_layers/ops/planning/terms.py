@@ -101,11 +101,12 @@ def _push_inward(mask: Mask) -> Mask:
             return _push_inward(inner.mask)
         if isinstance(mask, Blocks):
             if isinstance(inner, Transposed):
-                return Transposed(_push_inward(Blocks(inner.mask, mask.block)))
+                return Transposed(_push_inward(Blocks(inner.mask, mask.sizes[::-1])))
+            kv_block = mask.sizes[1]
             if isinstance(inner, Prefix):
-                return Prefix(inner.size * mask.block)
+                return Prefix(inner.size * kv_block)
             if isinstance(inner, Columns):
-                return Columns(*(x * mask.block for x in (inner.period, inner.start, inner.end)))
+                return Columns(*(x * kv_block for x in (inner.period, inner.start, inner.end)))
     if isinstance(mask, Shifted) and isinstance(mask.mask, Columns):
         period = mask.mask.period
         start, last = ((x - mask.by) % period for x in (mask.mask.start, mask.mask.end - 1))
@@ -203,7 +204,7 @@ def _count_tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int, int]
     """
     inner, by = (mask.mask, mask.by) if isinstance(mask, Shifted) else (mask, 0)
     sizes = {1 << i for i in range(length.bit_length() + 1) if 1 << i < 2 * length}
-    sizes |= {inner.block} if isinstance(inner, Blocks) else {inner.size} if isinstance(inner, BlockDiagonal) else set()
+    sizes |= {*inner.sizes} if isinstance(inner, Blocks) else {inner.size} if isinstance(inner, BlockDiagonal) else set()
     counts = {}
     for size in sorted(sizes):
         order = RowOrder(length, (length,), (size,), phase=(by % size,))
