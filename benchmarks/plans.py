@@ -20,6 +20,7 @@ from .record import Record, add_option
 
 LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself for one preset
 SHAPES = {131072: (32, 64, 64), 1048576: (64, 128, 128)}  # for presets that need one: frames, height, width
+PARTS = "n", "total_seq_len"  # options without a default: the first half of the sequence
 
 
 def listed(plan: sl.Plan) -> int:
@@ -36,7 +37,8 @@ def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
     """CPU seconds of making a plan and its lists, the plan, and the bytes of the lists."""
     for cache in (active_blocks, planner._make_plan, planner._make_chain, lists._planned_block_pairs):
         cache.cache_clear()
-    needed = {"shape": SHAPES[seq_len]} if "shape" in sl.preset_options(name) else {}
+    lengths = {"shape": SHAPES[seq_len], **dict.fromkeys(PARTS, seq_len // 2)}
+    needed = {option: lengths[option] for option in sl.preset_options(name) if option in lengths}
     start = time.process_time()
     plan = sl.make_plan(sl.preset(name, **needed), seq_len, implementation="xla")
     size = listed(plan)

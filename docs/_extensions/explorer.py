@@ -43,7 +43,7 @@ def choices() -> dict[str, str]:
         if parts:
             codes[f"{near} + {far}"] = f"sl.Causal() & ({parts})" if "|" in parts else f"sl.Causal() & {parts}"
     for name in sl.presets():
-        if "shape" not in sl.preset_options(name):
+        if None not in sl.preset_options(name).values():  # all options have defaults, for any length
             codes[name] = f'sl.preset("{name}")'
     return codes
 

@@ -17,9 +17,13 @@ from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 LENGTHS = 4096, 65536
 # The grids of presets with a shape, by their number of axes, one for each length.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((64, 64), (256, 256)), 3: ((16, 16, 16), (16, 64, 64))}
+# The numbers of queries and keys of presets whose keys are not those of the queries, one pair for each length.
+SIDES: dict[str, tuple[tuple[int, int], ...]] = {"draft_blocks": ((4096, 8192), (65536, 131072))}
 VIDEOS = {"radial", "sliding_tile", "spatial_temporal"}
 # Options of presets whose defaults do not fit LENGTHS[0] tokens, or show nothing there.
 OPTIONS: dict[str, dict[str, Any]] = {"chunked": {"chunk": 1024}, "axial": {"axes": -1}, "sliding_tile": {"tile": 4}}
+QUERIES = {"block_diffusion": LENGTHS[0] * 5 // 16}  # drawn beside the mask, if not at 5/8: one of the noisy half
+TRAINING = {"block_diffusion", "draft_blocks"}  # of two sequences in one: under a heading of their own
 # Cells on a side of a picture, pictures of masks that differ by head, tokens on a side of a counted block.
 SIDE, MAX_MASKS, BLOCK = 64, 2, 128
 # Costs are those that `sl.describe(mask, length, device="h100")` prints: an H100 plans for this implementation.
@@ -33,8 +37,18 @@ def preset_masks(name: str, number: int) -> tuple[sl.Mask, ...]:
 
 def options(name: str, number: int) -> dict[str, Any]:
     """Returns the options of a preset that differ from its defaults."""
-    shape = {"shape": SHAPES[3 if name in VIDEOS else 2][number]} if "shape" in sl.preset_options(name) else {}
-    return shape | OPTIONS.get(name, {})
+    lengths = {
+        "shape": SHAPES[3 if name in VIDEOS else 2][number],
+        "n": LENGTHS[number] // 2,
+        "total_seq_len": LENGTHS[number],
+    }
+    needed = {option: lengths[option] for option in sl.preset_options(name) if option in lengths}
+    return needed | OPTIONS.get(name, {})
+
+
+def sides(name: str, number: int) -> tuple[int, int]:
+    """Returns the number of queries and of keys."""
+    return SIDES[name][number] if name in SIDES else (LENGTHS[number],) * 2
 
 
 def call(name: str) -> str:
@@ -45,17 +59,15 @@ def call(name: str) -> str:
 
 def pictures(name: str) -> str:
     """Returns pictures of the masks and of the keys of one query; for a grid, of the keys of two queries."""
-    masks, length, shape = [*preset_masks(name, 0)], LENGTHS[0], options(name, 0).get("shape")
+    masks, (q_len, kv_len), shape = [*preset_masks(name, 0)], sides(name, 0), options(name, 0).get("shape")
     if shape is not None:
-        return figures(
-            [grid_figure(masks[0], shape, query) for query in (length * 5 // 8 + SIDE // 3, length // 32 + 1)]
-        )
+        return figures([grid_figure(masks[0], shape, query) for query in (q_len * 5 // 8 + SIDE // 3, q_len // 32 + 1)])
     drawn = []
     for number, mask in enumerate(masks[:MAX_MASKS]):
         heads = f", heads {number}, {number + len(masks)}, ..." if len(masks) > 1 else ""
-        drawn.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{heads}"))
-    query = length * 5 // 8
-    strip = np.repeat(cell_states(allowed_keys(masks[0], query, length), length // 256), 8, axis=0)
+        drawn.append(figure(svg(cells(mask, q_len, kv_len, SIDE)), f"{q_len} queries × {kv_len} keys{heads}"))
+    query = QUERIES.get(name, q_len * 5 // 8)
+    strip = np.repeat(cell_states(allowed_keys(masks[0], query, kv_len), kv_len // 256), 8, axis=0)
     return figures([*drawn, figure(svg(strip), f"keys of query {query}")])
 
 
@@ -94,34 +106,37 @@ def figures(drawn: list[str]) -> str:
 
 def costs(name: str, number: int) -> list[str]:
     """Returns a row of the table: shares of pairs and blocks, and the predicted cost, as means over heads."""
-    masks, length = preset_masks(name, number), LENGTHS[number]
-    causal = all(count(mask, length, length, 1 << 26).causal for mask in masks)
-    pairs = [count(mask, length, length, 1 << 26).pairs for mask in masks]
-    all_pairs = length * (length + 1) // 2 if causal else length**2
-    cost = relative_cost(sl.make_plan(masks, length, implementation=IMPLEMENTATION), causal)
-    active, grid = np.mean([num_active_blocks(mask, length) for mask in masks]), -(-length // BLOCK)
-    block_share = f"{active / (grid * (grid + 1) // 2 if causal else grid**2):.1%}"
-    tokens = " × ".join(map(str, options(name, number).get("shape", [length])))
+    masks, (q_len, kv_len) = preset_masks(name, number), sides(name, number)
+    causal = all(count(mask, q_len, kv_len, 1 << 26).causal for mask in masks)
+    pairs = [count(mask, q_len, kv_len, 1 << 26).pairs for mask in masks]
+    all_pairs = q_len * (q_len + 1) // 2 if causal else q_len * kv_len
+    cost = relative_cost(sl.make_plan(masks, q_len, kv_len, implementation=IMPLEMENTATION), causal)
+    active = np.mean([num_active_blocks(mask, q_len, kv_len) for mask in masks])
+    rows, columns = -(-q_len // BLOCK), -(-kv_len // BLOCK)
+    block_share = f"{active / (rows * (rows + 1) // 2 if causal else rows * columns):.1%}"
+    tokens = " × ".join(map(str, options(name, number).get("shape", dict.fromkeys((q_len, kv_len)))))
     return [tokens, f"{np.mean(pairs) / all_pairs:.2%}", block_share, f"{cost:.1%} of {'causal' if causal else 'full'}"]
 
 
 def relative_cost(plan: sl.Plan, causal: bool) -> float:
     """Returns the predicted cost of a plan, its mean over masks, divided by that of causal or full attention."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("implementation", "fwd_params", "bwd_params")}
-    dense = sl.make_plan(sl.Causal() if causal else sl.Full(), plan.q_len, **options).candidates[0][0].cost
+    dense_mask = sl.Causal() if causal else sl.Full()
+    dense = sl.make_plan(dense_mask, plan.q_len, plan.kv_len, **options).candidates[0][0].cost
     return float(np.mean([candidates[0].cost for candidates in plan.candidates])) / dense
 
 
-def num_active_blocks(mask: sl.Mask, length: int) -> int:
+def num_active_blocks(mask: sl.Mask, q_len: int, kv_len: int) -> int:
     """Returns the number of blocks of BLOCK × BLOCK tokens in natural order that hold an allowed pair."""
-    order = RowOrder(length)
-    return len(active_blocks(Reordered(mask, order, order), *(-(-length // BLOCK),) * 2, BLOCK, BLOCK).rows)
+    reordered = Reordered(mask, RowOrder(q_len), RowOrder(kv_len))
+    return len(active_blocks(reordered, -(-q_len // BLOCK), -(-kv_len // BLOCK), BLOCK, BLOCK).rows)
 
 
 def entry(name: str, summary: str) -> str:
     """Returns the section of one preset."""
     defaults = sl.preset_options(name).items()
-    options = ", ".join(f"`{option}`" if option == "shape" else f"`{option}={value!r}`" for option, value in defaults)
+    required = {option for option, value in defaults if value is None and option != "offset"}
+    options = ", ".join(f"`{option}`" if option in required else f"`{option}={value!r}`" for option, value in defaults)
     rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
     return inspect.cleandoc(f"""
 ### `{name}`
@@ -147,6 +162,8 @@ def kind(name: str) -> str:
     if "shape" in sl.preset_options(name):
         return "Images and videos"
     masks = preset_masks(name, 0)
+    if name in TRAINING:
+        return "Block diffusion"
     return "Causal" if all(count(mask, *LENGTHS[:1] * 2, 1 << 26).causal for mask in masks) else "Both ways"
 
 
@@ -154,7 +171,7 @@ def page() -> str:
     """Returns the sections of all presets, by kind."""
     presets = sl.presets().items()
     parts = []
-    for title in ("Causal", "Both ways", "Images and videos"):
+    for title in ("Causal", "Both ways", "Block diffusion", "Images and videos"):
         parts += [f"## {title}", *(entry(name, summary) for name, summary in presets if kind(name) == title)]
     return "\n\n".join(parts) + "\n"
 

@@ -319,6 +319,14 @@ PRESETS = {
     **dict.fromkeys(
         ("flash", "flash_attention", "sdpa", "splash"), "it is a kernel, not a pattern: 'causal' or 'bidirectional'"
     ),
+    **dict.fromkeys(
+        ("bd3lm", "bd3lms", "block_diff", "block_diff_mask"),
+        "noisy and clean halves of n tokens are 'block_diffusion:n=1024,block_size=16'",
+    ),
+    **dict.fromkeys(
+        ("dflash", "dspark", "speculators"),
+        "draft blocks of anchors are 'draft_blocks:total_seq_len=8192,block_size=16,stride=16'",
+    ),
     **dict.fromkeys(("moba", "msa", "nsa", "infllm"), SCORER),
     **dict.fromkeys(
         ("performer", "linformer", "nystromformer", "linear_attention"),

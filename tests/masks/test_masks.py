@@ -43,7 +43,12 @@ COMPUTABLE = {
     "random, sized": sl.Random(3, seed=-5, size=23),
     "blocks": sl.Blocks(sl.Window(1), 4),
     "blocks of random": sl.Blocks(sl.Random(2), 3),
+    "blocks, pair": sl.Blocks(sl.Causal(), (3, 5)),
     "shifted": sl.Shifted(sl.BlockDiagonal(6), 4),
+    "rectangle": sl.Rectangle(sl.Causal(), 5, 9, 20, 13),
+    "rectangle, from the start": sl.Rectangle(~sl.Causal().T, q_len=30, kv_len=1),
+    "rectangle, to the end": sl.Rectangle(sl.Blocks(sl.Window(2, 1), (4, 3)), q_start=3, kv_start=7),
+    "rectangle, all": sl.Rectangle(sl.LogSparse()),
     "grid": sl.Grid((4, 6), (sl.Window(1, 1), sl.Causal())),
     "grid, one axis": sl.Grid((50,), sl.Strided(3), offset=2),
     "grid, three axes": sl.Grid((3, 4, 5), (sl.BlockDiagonal(2), sl.Window(1), sl.Columns(3, 1)), offset=4),
@@ -70,7 +75,7 @@ TABLES = {
     "mask_mod of q alone": sl.MaskMod(lambda b, h, q, k: q >= 4),
 }
 ALL = COMPUTABLE | TABLES
-COMPOSED = {"blocks", "blocks of random", "transposed", "and", "or", "not"}
+COMPOSED = {"blocks", "blocks, pair", "blocks of random", "transposed", "and", "or", "not"}
 # No closed form, or none for all rectangles: these may answer UNSURE.
 OPEN = {"random", "random, sized", "blocks of random", "mask_mod", "mask_mod of q alone", "and", "or", "not"}
 OPEN |= {"column-major", "column-major, rows", "radial, many frames"}
@@ -102,8 +107,9 @@ expressions = st.recursive(
         st.builds(lambda a, b: a | b, inner, inner),
         inner.map(lambda m: ~m),
         inner.map(lambda m: m.T),
-        st.builds(sl.Blocks, inner, st.integers(1, 7)),
+        st.builds(sl.Blocks, inner, st.integers(1, 7) | st.tuples(st.integers(1, 7), st.integers(1, 7))),
         st.builds(sl.Shifted, inner, st.integers(0, 9)),
+        st.builds(sl.Rectangle, inner, st.integers(0, 20), st.integers(0, 20), *(st.none() | st.integers(1, 40),) * 2),
         st.tuples(st.lists(st.tuples(st.integers(1, 7), inner), min_size=1, max_size=3), st.integers(0, 5)).map(
             on_grid
         ),
@@ -318,7 +324,11 @@ def test_repr_shows_the_expression():
         (lambda: sl.Window(0, 1.5), "right must be an integer >= 0 or None, got 1.5"),
         (lambda: sl.Strided(0), "stride must be an integer >= 1, got 0"),
         (lambda: sl.BlockDiagonal(-2), "size must be an integer >= 1, got -2"),
-        (lambda: sl.Blocks(sl.Causal(), 0), "block must be an integer >= 1, got 0"),
+        (lambda: sl.Blocks(sl.Causal(), 0), "block must be an integer >= 1 or a pair of these, got 0"),
+        (lambda: sl.Blocks(sl.Causal(), (4, 0)), "block must be an integer >= 1 or a pair of these, got (4, 0)"),
+        (lambda: sl.Blocks(sl.Causal(), (4, 4, 4)), "pair of these, got (4, 4, 4)"),
+        (lambda: sl.Rectangle(sl.Causal(), q_start=-1), "q_start must be an integer >= 0, got -1"),
+        (lambda: sl.Rectangle(sl.Causal(), kv_len=0), "kv_len must be an integer >= 1 or None, got 0"),
         (lambda: sl.Shifted(sl.Causal(), -1), "by must be an integer >= 0, got -1"),
         (lambda: sl.Columns(0, 0), "period must be an integer >= 1, got 0"),
         (lambda: sl.Columns(4, 4), "start=4"),

@@ -521,6 +521,7 @@ def test_all_presets_are_there():
         "sparse_transformer_strided, sparse_transformer_fixed",
         "sliding_window, chunked, dilated, longformer, bigbird, streaming, logsparse, prefix_lm",
         "bidirectional",
+        "block_diffusion, draft_blocks",
         "neighborhood, sliding_tile, windows, axial, image_strided, image_fixed, spatial_temporal, radial",
     }
     assert sorted(name for row in documented for name in row.split(", ")) == NAMES
@@ -532,7 +533,7 @@ def test_presets_are_causal(name):
         assert not np.any(np.triu(mask.dense(300), 1))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"draft_blocks"}))  # its keys begin with another sequence
 def test_presets_let_every_query_see_itself(name):
     for mask in sl.as_masks(sl.preset(name, **NEEDED[name])):
         assert np.all(np.diagonal(mask.dense(300)))
@@ -551,7 +552,7 @@ def test_options_in_the_name():
     "name, options, message",
     [
         ("slidingwindow", {}, "unknown name 'slidingwindow', did you mean 'sliding_window'"),
-        ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, axial, bidirectional, bigbird, causal"),
+        ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, axial, bidirectional, bigbird, block_diffusion, causal"),
         ("", {}, "unknown name ''. Known: all"),
         ("dense", {}, "unknown name 'dense': it is 'causal' to some and 'bidirectional' to others"),
         ("bigbird", {"seq_len": 100}, "bigbird: block=64 must divide seq_len=100"),

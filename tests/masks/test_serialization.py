@@ -34,6 +34,7 @@ CASES = {name: sl.preset(name, **TINY[name]) for name in sl.presets()} | {
     "an empty array": sl.Array(np.zeros((0, 4), bool)),
     "a user's": sl.Shifted(Lag(3) | sl.Causal(), by=2),
     "no limit": sl.Window(None, None),
+    "a rectangle": sl.Rectangle(sl.Blocks(sl.Causal(), (4, 6)), kv_start=9, q_len=20),
     "a grid": sl.Grid((2, 3, 4), (sl.Causal(), sl.Neighborhood(3, 3), sl.Window(1, 1)), offset=1) | sl.Global(1),
     "columns": sl.ColumnMajor(3, 4, sl.Causal()) | sl.Radial(2, 6) | sl.LogSparse() | sl.Compressed(4, 2),
     "sizes": (sl.MoBA(block=np.int64(16), count=2), sl.NSA(count=8), 4096, None, "triton", 0.5, True),

@@ -295,6 +295,8 @@ VALUES = [
     ("sl.preset('full')", "preset", "'full'", "'bidirectional', or sl.Full()"),
     ("sl.preset('Swin')", "preset", "'Swin'", "'windows:shape=56x56,size=7'"),
     ("sl.preset('mistral')", "preset", "'mistral'", "'sliding_window:window=4096'"),
+    ("sl.preset('bd3lm')", "preset", "'bd3lm'", "'block_diffusion:n=1024,block_size=16'"),
+    ("sl.preset('dflash')", "preset", "'dflash'", "'draft_blocks:total_seq_len=8192,block_size=16,stride=16'"),
     ("sl.preset('natten')", "preset", "'natten'", "'neighborhood:shape=56x56,kernel=7'"),
     ("sl.preset('performer')", "preset", "'performer'", "approximates attention to all keys"),
     ("sl.preset('global')", "preset", "'global'", "sl.Window(255, 255) | sl.Global(4)"),

@@ -70,6 +70,8 @@ MISUSES = [
     Misuse("sl.Random(3, seed=0.5)", ValueError, "Random: seed", "0.5", "must be an integer"),
     # The algebra
     Misuse("sl.Blocks(sl.Causal(), 0)", ValueError, "Blocks: block", "got 0", COUNT),
+    Misuse("sl.Blocks(sl.Causal(), (4, -1))", ValueError, "Blocks: block", "got (4, -1)", "or a pair of these"),
+    Misuse("sl.Blocks(sl.Causal(), (4, 4, 4))", ValueError, "Blocks: block", "got (4, 4, 4)", "or a pair of these"),
     Misuse("sl.Blocks('causal', 4)", TypeError, "Blocks: mask", "'causal'", "must be a mask"),
     Misuse("sl.And(sl.Causal(), 3)", TypeError, "And: right", "got 3", "must be a mask"),
     Misuse("sl.Not(None)", TypeError, "Not: mask", "None", "must be a mask"),
@@ -160,6 +162,17 @@ MISUSES = [
     # Masks of masks, and of tokens with coordinates
     Misuse("sl.Shifted(sl.Causal(), -1)", ValueError, "Shifted: by", "-1", NUMBER),
     Misuse("sl.Shifted('causal', 1)", TypeError, "Shifted: mask", "'causal'", "must be a mask"),
+    Misuse("sl.Rectangle('causal')", TypeError, "Rectangle: mask", "'causal'", "must be a mask"),
+    Misuse("sl.Rectangle(sl.Causal(), q_start=-1)", ValueError, "Rectangle: q_start", "got -1", NUMBER),
+    Misuse("sl.Rectangle(sl.Causal(), kv_start=1.5)", ValueError, "Rectangle: kv_start", "got 1.5", NUMBER),
+    Misuse("sl.Rectangle(sl.Causal(), kv_len=0)", ValueError, "Rectangle: kv_len", "got 0", COUNT),
+    Misuse(
+        "sl.make_plan(sl.Rectangle(sl.Array(np.eye(4, dtype=bool)), q_start=2), 8, 4)",
+        ValueError,
+        "an Array must cover (6, 4)",
+        "got (4, 4)",
+        "must cover",
+    ),
     Misuse("sl.ColumnMajor(0, 4, sl.Full())", ValueError, "ColumnMajor: rows", "got 0", COUNT),
     Misuse("sl.ColumnMajor(4, 4, None)", TypeError, "ColumnMajor: mask", "None", "must be a mask"),
     Misuse("sl.ColumnMajor(4, 4, sl.Neighborhood(8, 3))", ValueError, "ColumnMajor: mask", "length=8", "axis, 16"),
@@ -184,6 +197,15 @@ MISUSES = [
     Misuse("sl.preset('bigbird', seq_len=100)", ValueError, "seq_len", "100", "block=64 must divide"),
     Misuse("sl.preset('bigbird', seq_len=2**40)", ValueError, "seq_len", str(2**40), "at most 2147483646"),
     Misuse("sl.preset('radial')", ValueError, "'radial': shape", "radial:shape=64x64", "must be given"),
+    Misuse(
+        "sl.preset('block_diffusion')", ValueError, "'block_diffusion': n", "block_diffusion:n=4096", "must be given"
+    ),
+    Misuse("sl.preset('block_diffusion:n=0')", ValueError, "'block_diffusion': n", "got 0", COUNT),
+    Misuse("sl.preset('block_diffusion:n=64,block_size=0')", ValueError, "block_size", "got 0", COUNT),
+    Misuse("sl.preset('block_diffusion:n=64,block=4')", ValueError, "unknown option", "'block'", "'block_size'"),
+    Misuse("sl.preset('draft_blocks:stride=8')", ValueError, "'draft_blocks': total_seq_len", "=4096", "must be given"),
+    Misuse("sl.preset('draft_blocks:total_seq_len=64,stride=0')", ValueError, "stride", "got 0", COUNT),
+    Misuse("sl.preset('draft_blocks:total_seq_len=64,block_size=1.5')", ValueError, "block_size", "'1.5'", COUNT),
     Misuse("sl.preset('axial', shape=(4, 0))", ValueError, "'axial': shape[1]", "got 0", COUNT),
     Misuse("sl.preset('axial', shape=4.5)", ValueError, "'axial': shape", "4.5", COUNT),
     Misuse("sl.preset('axial:shape=4x')", ValueError, "'axial': shape", "'4x'", COUNT),

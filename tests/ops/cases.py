@@ -276,7 +276,12 @@ SMALLER = {
     "radial": {"shape": (17, 3, 4)},
 }
 SMALL = SMALLER | {name: needed for name, needed in NEEDED.items() if name not in SMALLER}
-BOTH_WAYS = {"bidirectional", "prefix_lm", "block_diffusion", "draft_blocks"} | {"neighborhood", "sliding_tile", "windows", "axial"}
+BOTH_WAYS = {"bidirectional", "prefix_lm", "block_diffusion", "draft_blocks"} | {
+    "neighborhood",
+    "sliding_tile",
+    "windows",
+    "axial",
+}
 BOTH_WAYS |= {"spatial_temporal", "radial"}
 # One preset for each way to leave natural order: permuted, also after a window; gathered keys; gathered queries, too.
 CHAINS = ["strided", "sparse_transformer_strided", "sparse_transformer_fixed", "longformer"]
@@ -333,6 +338,8 @@ def _features():
     yield Case("documents-residues", strided, 300, segments=_documents(2, 300), split=True, fwd=(32, 32))
     yield Case("documents-many", sl.Full(), 160, segments=_documents(3, 160), batch=3, fwd=(16, 16))
     yield Case("documents-pair", window | sl.Prefix(9), 129, 300, segments=_documents(2, 129, 300), fwd=(32, 64))
+    drafts = sl.preset("draft_blocks", total_seq_len=128, block_size=8, stride=16)
+    yield Case("draft_blocks-anchors", drafts, 64, 192, fwd=(32, 32))
     yield Case("padding-only", causal, 129, segments=(np.full((2, 129), -1),) * 2)
     yield Case("empty", sl.Empty(), 129)
     yield Case("empty-sinks", sl.Empty(), 129, sinks=True, core=False)

@@ -204,7 +204,9 @@ def _count_tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int, int]
     """
     inner, by = (mask.mask, mask.by) if isinstance(mask, Shifted) else (mask, 0)
     sizes = {1 << i for i in range(length.bit_length() + 1) if 1 << i < 2 * length}
-    sizes |= {*inner.sizes} if isinstance(inner, Blocks) else {inner.size} if isinstance(inner, BlockDiagonal) else set()
+    sizes |= (
+        {*inner.sizes} if isinstance(inner, Blocks) else {inner.size} if isinstance(inner, BlockDiagonal) else set()
+    )
     counts = {}
     for size in sorted(sizes):
         order = RowOrder(length, (length,), (size,), phase=(by % size,))

@@ -43,6 +43,7 @@ def unions_of(sizes):
             inner.map(lambda m: m.T),
             st.builds(sl.Blocks, inner, st.integers(1, 5)),
             st.builds(sl.Shifted, inner, st.integers(0, 9)),
+            st.builds(sl.Rectangle, inner, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40)),
         ),
         max_leaves=3,
     )
