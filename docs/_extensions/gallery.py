@@ -48,7 +48,7 @@ def options(name: str, number: int) -> dict[str, Any]:
 
 def sides(name: str, number: int) -> tuple[int, int]:
     """Returns the number of queries and of keys."""
-    return SIDES[name][number] if name in SIDES else (LENGTHS[number],) * 2
+    return SIDES[name][number] if name in SIDES else (LENGTHS[number], LENGTHS[number])
 
 
 def call(name: str) -> str:

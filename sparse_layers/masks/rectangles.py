@@ -1,4 +1,4 @@
-"""Rectangles of queries and keys: a mask that holds for some queries and keys, and counts them from their first ones."""
+"""Rectangles: a mask for some queries and keys, which counts them from their first ones."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Presets of block diffusion against their rules, written out pair by pair, and the rectangles that they are made of."""
+"""Presets of block diffusion against their rules, written out pair by pair, and rectangles, of which they are made."""
 
 import jax
 import numpy as np

@@ -100,9 +100,9 @@ def _push_inward(mask: Mask) -> Mask:
         if isinstance(mask, Transposed) and isinstance(inner, Transposed):
             return _push_inward(inner.mask)
         if isinstance(mask, Blocks):
+            q_block, kv_block = mask.sizes
             if isinstance(inner, Transposed):
-                return Transposed(_push_inward(Blocks(inner.mask, mask.sizes[::-1])))
-            kv_block = mask.sizes[1]
+                return Transposed(_push_inward(Blocks(inner.mask, (kv_block, q_block))))
             if isinstance(inner, Prefix):
                 return Prefix(inner.size * kv_block)
             if isinstance(inner, Columns):

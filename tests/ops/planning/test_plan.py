@@ -126,7 +126,7 @@ def kind(order):
 def test_the_strategy_reaches_every_order_and_long_chains():
     seen, longest = set(), 0
 
-    @reproducible(150)
+    @reproducible(250)
     @hypothesis.given(unions)
     def collect(mask):
         nonlocal longest
