@@ -15,6 +15,12 @@ COPIED = {
 } | {
     path.relative_to(ROOT).as_posix(): f"generated/{path.parent.name}.md" for path in ROOT.glob("examples/*/README.md")
 }
+# Each record leads to the page that has a row of it in its last table.
+MEASURED = {
+    f"benchmarks/records/{name}.json": page
+    for page in sorted((DOCS / "measured").glob("*.md"))
+    for name in re.findall(r"^\| \[(\w+)\]\(", page.read_text(encoding="utf-8"), re.M)
+}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -32,6 +38,8 @@ def relinked(text: str, origin: pathlib.Path, folder: pathlib.Path) -> str:
             path = DOCS / "index.md"
         elif name in COPIED:
             path = DOCS / COPIED[name]
+        elif name in MEASURED and origin != MEASURED[name]:
+            path, anchor = MEASURED[name], "#how-it-was-measured"
         elif not image and not (path.suffix == ".md" and path.is_relative_to(DOCS)):
             return words if words in {name, path.name} else f"{words} (`{name}`)"
         return f"{image}[{words}]({os.path.relpath(path, folder)}{anchor or ''})"
