@@ -1,4 +1,4 @@
-"""The derivative of the op: the only `jax.custom_vjp`, around forward and backward of an implementation (a backend).
+"""The derivative of the op: a `jax.custom_vjp` around forward and backward of an implementation (a backend).
 
 The forward pass saves out and the log-sum-exp (lse). The backward pass needs delta = sum(out * dout) besides, less the
 gradient of lse, as d lse / d scores are the weights. With context parallelism a device computes several sub-calls, each
