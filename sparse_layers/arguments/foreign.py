@@ -279,7 +279,6 @@ BY_ENTRY = (
     "padding are segment_ids="
 )
 BOOL_IDS = "of bools that are True for tokens and False for padding, write jnp.where(valid, 0, -1)"
-FLOAT_IDS = "; of floats, write segment_ids.astype(jnp.int32)"
 REVERSE_ONLY = (
     "block_sparse_attention has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad, jax.vjp "
     "or jax.jacrev; the product of a Hessian and v is jax.vjp(jax.grad(f), x)[1](v), by implementation='xla'"

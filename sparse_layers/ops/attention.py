@@ -19,9 +19,9 @@ from .kernels.validation import (
     check_arrays,
     checked_array,
     checked_scalars,
-    checked_segments,
     checked_selection,
     checked_sinks,
+    checked_visibility,
     swapped_hint,
 )
 from .planning.binding import masks_for_lengths
@@ -31,13 +31,14 @@ from .planning.planner import make_plan
 from .planning.platforms import TUNING, check_implementation, default_implementation, platform
 from .planning.selection import Selection
 
-SegmentIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
+TokenIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 class _Options(TypedDict, total=False):
     """The types of the arguments that do not change the type of the result."""
 
-    segment_ids: SegmentIds | None
+    segment_ids: TokenIds | None
+    order_ids: TokenIds | None
     selection: Selection | None
     scale: float | None
     logits_soft_cap: float | None
@@ -85,7 +86,8 @@ def block_sparse_attention(
     value: jax.Array | np.ndarray,
     plan_or_mask: Plan | MaskLike,
     *,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: TokenIds | None = None,
+    order_ids: TokenIds | None = None,
     selection: Selection | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -120,6 +122,10 @@ def block_sparse_attention(
         S > T, `Causal` is aligned at the top left. Where the queries are the last of S, write ``Window(None, S - T)``.
       segment_ids: int array [B, T] when T == S, or a pair ([B, T], [B, S]). Tokens see only their own segment, and a
         negative id is padding: it attends to nothing. Blocks whose segments cannot meet are skipped at run time.
+      order_ids: int array [B, T] when T == S, or a pair ([B, T], [B, S]). A key is visible if its id is at most that of
+        the query, within the segments and the mask; with `Full`, ids 0, 1, 2, ... are causal. So masks may differ by
+        batch entry: prefixes by `prefix_order`, spans of images by `span_order`, blocks by `block_order`. Ids may be
+        any integers, in any order. Blocks that no query sees are skipped at run time.
       selection: a `Selection`: the key blocks that queries attend to within the mask, made at run time. Block lists
         then have its blocks, not the block sizes and row orders of a plan.
       scale: factor on q . k; None means 1 / sqrt(H).
@@ -188,14 +194,15 @@ def block_sparse_attention(
             params, (tuned.block_shapes[0], tuned.bwd_block_shape or tuned.block_shapes[0]), strict=True
         )
     )
-    segments = checked_segments(segment_ids, () if is_unbatched else (b,), (t, s), n)
+    batch = () if is_unbatched else (b,)
+    segments, ordering = checked_visibility(segment_ids, order_ids, batch, (t, s), n)
     selection = _checked_selection(selection, query, key, is_unbatched)
     if segments is None and not isinstance(plan_or_mask, Plan | jax.Array | np.ndarray):  # these say T
         layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
     if not b:  # there would be no block lists
-        segments = selection = None
+        segments = ordering = selection = None
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
-    operands = Operands(query, key, value, sinks, segments, mask, selection)
+    operands = Operands(query, key, value, sinks, segments, ordering, mask, selection)
     if implementation is None:
         call = dataclasses.replace(call, picked_for=platform())
     lse: Any  # None if JAX differentiates the implementation

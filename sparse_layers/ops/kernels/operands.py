@@ -22,6 +22,9 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None  # [N] logits, or None
     # int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
     segments: tuple[jax.Array, jax.Array] | None = None
+    # int32 order ids, likewise, or None: a key is visible if its id is at most that of the query. With them there are
+    # segments, too, so that no backend meets order ids alone.
+    order_ids: tuple[jax.Array, jax.Array] | None = None
     mask: jax.Array | None = None  # a run-time bool mask [heads, T, S] whose heads are taken in turn, or None
     # Key blocks that queries attend to within the mask, ids int32 [B, Tq, G, k]; or None.
     selection: Selection | None = None
@@ -64,6 +67,7 @@ OPERANDS = {
     "value": Operand("b s k d", "value", "backend"),
     "sinks": Operand("n", "sinks", "op", once=True),
     "segments": Operand(("b t", "b s"), ("segment_ids of queries", "segment_ids of keys")),
+    "order_ids": Operand(("b t", "b s"), ("order_ids of queries", "order_ids of keys")),
     "mask": Operand("g t s", "a run-time mask"),
     "selection": Operand("b r g e", "selection"),
 }

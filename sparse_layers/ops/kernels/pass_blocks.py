@@ -47,12 +47,14 @@ class PassBlocks(NamedTuple):
     q_order: RowOrder  # token of each query row
     kv_order: RowOrder  # token of each key row
     shape: tuple[int, int]  # (bq, bkv), rows of a block
-    pairs: BlockPairs  # [LB, LH, n], the pairs of blocks that the mask, a selection and segment ids allow
+    pairs: BlockPairs  # [LB, LH, n], the pairs of blocks that the mask, a selection and ids allow
     # Computes a partial block of the mask from row indices; None if ``tiles`` hold them or no block is partial.
     rule: Reordered | None
     tiles: jax.Array | np.ndarray | None  # bool [tiles, bq, bkv], the partial blocks of the mask; or None
     granularity: int  # queries of a block that select together; 1 without a selection
-    segments: tuple[jax.Array, jax.Array] | None  # segment ids of queries and of keys, as in `Operands`, or None
+    # As in `Operands`.
+    segments: tuple[jax.Array, jax.Array] | None
+    order_ids: tuple[jax.Array, jax.Array] | None
 
 
 def blocks_of_pass(
@@ -84,9 +86,9 @@ def blocks_of_pass(
         pairs, tiles = run_time_blocks(operands, shape, masks, with_tiles)
     if isinstance(tiles, np.ndarray):  # packed
         tiles = unpack_tiles(tiles, shape[1]) if len(tiles) else None
-    pairs = pairs.with_segments(operands.segments, orders, shape)
+    pairs = pairs.limit(operands.segments, operands.order_ids, orders, shape)
     rule = masks[0] if masks and not with_tiles else None
-    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
+    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments, operands.order_ids)
 
 
 def row_orders(operands: Operands, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:

@@ -86,6 +86,9 @@ def _allowed(call: Call, operands: Operands) -> jax.Array:
     if operands.segments is not None:
         q, kv = operands.segments
         allowed = allowed & ((q[:, :, None] == kv[:, None, :]) & (q[:, :, None] >= 0))[:, None]
+    if operands.order_ids is not None:
+        q, kv = operands.order_ids
+        allowed = allowed & (kv[:, None, :] <= q[:, :, None])[:, None]
     if operands.selection is not None:
         selected = _selected(operands.selection, operands)
         allowed = selected & jnp.tile(allowed, (1, selected.shape[1] // allowed.shape[1], 1, 1))

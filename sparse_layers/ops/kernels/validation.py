@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...arguments.checks import as_float
-from ...arguments.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
+from ...arguments.foreign import BOOL_IDS, one_line, scorer_hint, shown
 from ..planning.selection import Selection, known
 
 
@@ -103,42 +103,59 @@ def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
     return jnp.asarray(checked_numbers("sinks", sinks, (heads,), jnp.floating, rule))
 
 
-def checked_segments(
-    segment_ids: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: int
+def checked_ids(
+    argument: str, token_ids: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: int
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the segment ids of queries [B, T] and of keys [B, S] in int32, or None; B is 1 without a batch.
+    """Returns ids of queries [B, T] and of keys [B, S] in int32, or None; B is 1 without a batch.
 
-    ``segment_ids`` are integers [*batch, T] if T == S, a pair of those for queries and keys, or None. ``heads`` is N,
-    for a hint if query seems to be [B, N, T, H].
+    Args:
+      argument: "segment_ids" or "order_ids", for errors.
+      token_ids: integers [*batch, T] if T == S, a pair of those for queries and keys, or None.
+      batch, lengths: the batch axes, and (T, S).
+      heads: N, for a hint if query seems to be [B, N, T, H].
     """
-    if segment_ids is None:
+    if token_ids is None:
         return None
     t, s = lengths
-    if not isinstance(segment_ids, tuple):
+    if not isinstance(token_ids, tuple):
         if t != s:
-            raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
-        segment_ids = (segment_ids, segment_ids)
-    if len(segment_ids) != 2:
-        raise ValueError(f"segment_ids must be an array or a pair (tuple) of arrays, got {len(segment_ids)} entries")
+            raise ValueError(f"{argument} must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
+        token_ids = (token_ids, token_ids)
+    if len(token_ids) != 2:
+        raise ValueError(f"{argument} must be an array or a pair (tuple) of arrays, got {len(token_ids)} entries")
     pair = []
-    for name, ids, length in zip(("queries", "keys"), segment_ids, lengths, strict=True):
+    for name, ids, length in zip(("queries", "keys"), token_ids, lengths, strict=True):
+        name = f"{argument} of {name}"
         shape, ids_shape = (*batch, length), getattr(ids, "shape", ())
         hint = swapped_hint(t, heads, ids_shape[-1:]) if len(ids_shape) == len(shape) else ""
         hint = hint or transposed_hint(ids_shape, shape)
         dtype = getattr(ids, "dtype", np.int32)
-        hint += f"; {BOOL_IDS}" * (dtype == np.dtype(bool)) + FLOAT_IDS * jnp.issubdtype(dtype, jnp.floating)
-        ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
+        is_mask = argument == "segment_ids" and dtype == np.dtype(bool)
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        hint += f"; {BOOL_IDS}" * is_mask + f"; of floats, write {argument}.astype(jnp.int32)" * is_float
+        ids = checked_numbers(name, ids, shape, jnp.integer, f"integers of shape {shape}", hint)
         if not np.can_cast(ids.dtype, np.int32):
             # Truncated to 32 bits, two segments could become one, or padding.
             if isinstance(ids, jax.core.Tracer):
                 raise ValueError(
-                    f"segment_ids of {name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
+                    f"{name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
                     f"write .astype(jnp.int32) behind them, got {ids.dtype}"
                 )
             if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-                raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
+                raise ValueError(f"{name} must fit into int32, got {ids.min()} to {ids.max()}")
         pair.append(jnp.asarray(ids, jnp.int32).reshape(*(batch or (1,)), length))
     return pair[0], pair[1]
+
+
+def checked_visibility(
+    segment_ids: Any, order_ids: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: int
+) -> tuple[tuple[jax.Array, jax.Array] | None, tuple[jax.Array, jax.Array] | None]:
+    """Returns `checked_ids` of both: (segments, order ids), as in `Operands`; order ids alone are of one segment."""
+    segments = checked_ids("segment_ids", segment_ids, batch, lengths, heads)
+    ids = checked_ids("order_ids", order_ids, batch, lengths, heads)
+    if segments is None and ids is not None:
+        segments = jnp.zeros_like(ids[0]), jnp.zeros_like(ids[1])
+    return segments, ids
 
 
 def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: tuple[int, int]) -> Any:

@@ -395,7 +395,9 @@ class _Blocks:
     query: jax.Array  # [lists' blocks, B, K, G * bq, H]
     key: jax.Array  # [lists' blocks, B, K, bkv, H]
     value: jax.Array  # [lists' blocks, B, K, bkv, Hv]
-    segments: list[jax.Array] | None  # [lists' blocks, B, 1, rows] each, but one list for all heads
+    # Of queries and of keys, [lists' blocks, B, 1, rows] each, with one list for all heads; or None.
+    segments: list[jax.Array] | None
+    order_ids: list[jax.Array] | None
 
     @staticmethod
     def of(pass_blocks: PassBlocks, dkv: bool, query, key, value) -> "_Blocks":
@@ -404,13 +406,17 @@ class _Blocks:
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
         orders, shape = (pass_blocks.q_order, pass_blocks.kv_order), pass_blocks.shape
         rows = tuple(n * size for n, size in zip(pass_blocks.pairs.blocks, shape, strict=True))
-        segments = pass_blocks.segments
-        if segments is not None:
-            sides = zip(orders, segments, rows, shape, strict=True)
-            segments = [layout.to_blocks(order.gather(ids[..., None], n), size, 1) for order, ids, n, size in sides]
+
+        def in_blocks(ids):
+            if ids is None:
+                return None
+            sides = zip(orders, ids, rows, shape, strict=True)
+            return [layout.to_blocks(order.gather(x[..., None], n), size, 1) for order, x, n, size in sides]
+
+        ids = in_blocks(pass_blocks.segments), in_blocks(pass_blocks.order_ids)
         q = layout.to_blocks(orders[0].gather(query, rows[0]), shape[0], layout.lists, layout.group)
         k, v = (layout.to_blocks(orders[1].gather(x, rows[1]), shape[1], layout.kv_lists) for x in (key, value))
-        return _Blocks(pass_blocks, layout, lists, q, k, v, segments)
+        return _Blocks(pass_blocks, layout, lists, q, k, v, *ids)
 
     @property
     def spans(self) -> Any:
@@ -480,8 +486,16 @@ class _Blocks:
             q_group = np.arange(bq, dtype=np.int32) // pass_blocks.granularity
             limits.append(((bits >> q_group) & 1).astype(bool)[:, None])
         if self.segments is not None:
-            sides = zip(self.segments, pass_blocks.pairs.blocks, (q_block, kv_block), strict=True)
-            q, k = (lax.dynamic_index_in_dim(ids, major.batch * n + i, keepdims=False) for ids, n, i in sides)
-            limits.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
+            q, k = self._ids_of_pair(self.segments, major, q_block, kv_block)
+            limits.append((q == k) & (q >= 0))  # [B, 1, bq, bkv]
+        if self.order_ids is not None:
+            q, k = self._ids_of_pair(self.order_ids, major, q_block, kv_block)
+            limits.append(k <= q)
         allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in limits))
         return jnp.tile(allowed, (1, 1, self.layout.group, 1))
+
+    def _ids_of_pair(self, ids: list[jax.Array], major: _MajorBlock, q_block: jax.Array, kv_block: jax.Array):
+        """Returns the ids of a query block [B, 1, bq, 1] and of a key block [B, 1, 1, bkv]."""
+        sides = zip(ids, self.pass_blocks.pairs.blocks, (q_block, kv_block), strict=True)
+        q, k = (lax.dynamic_index_in_dim(x, major.batch * n + i, keepdims=False) for x, n, i in sides)
+        return q[..., :, None], k[..., None, :]

@@ -162,39 +162,52 @@ class BlockPairs:
         (row, column), blocks = (sides[::-1], numbers[::-1]) if kv_major else (sides, numbers)
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
 
-    def with_segments(
-        self, segments: tuple[jax.Array, jax.Array] | None, orders: tuple[RowOrder, RowOrder], shape: tuple[int, int]
+    def limit(
+        self,
+        segments: tuple[jax.Array, jax.Array] | None,
+        order_ids: tuple[jax.Array, jax.Array] | None,
+        orders: tuple[RowOrder, RowOrder],
+        shape: tuple[int, int],
     ) -> "BlockPairs":
-        """Returns the pairs whose segments may meet; a pair stays FULL only if it lies in one segment."""
+        """Returns the pairs that segment ids and order ids of queries and keys allow, as in `Operands`.
+
+        A pair stays FULL only if it lies in one segment, and all its queries see all its keys.
+        """
         if segments is None:
             return self
-        q_ids, kv_ids = (SegmentRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
+        q_ids, kv_ids = (IdRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
         a, b = q_ids.take(self.row), kv_ids.take(self.column)
         meet = (a.min_valid <= b.max_id) & (b.min_valid <= a.max_id)
-        same = (a.min_id == a.max_id) & (b.min_id == b.max_id) & (a.min_id == b.min_id)
-        kind = jnp.where((self.kind == FULL) & ~same, PARTIAL, self.kind)
+        all_meet = (a.min_id == a.max_id) & (b.min_id == b.max_id) & (a.min_id == b.min_id)
+        if order_ids is not None:
+            least, largest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+            sides = zip(orders, order_ids, shape, (least, largest), strict=True)
+            q_ids, kv_ids = (IdRanges.of_blocks(*side) for side in sides)
+            a, b = q_ids.take(self.row), kv_ids.take(self.column)
+            meet, all_meet = meet & (b.min_id <= a.max_id), all_meet & (b.max_id <= a.min_id)
+        kind = jnp.where((self.kind == FULL) & ~all_meet, PARTIAL, self.kind)
         kind = jnp.where(meet, kind, EMPTY)
         return dataclasses.replace(self, kind=kind)
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentRanges:
-    """The ranges of segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n]."""
+class IdRanges:
+    """The ranges of segment ids or order ids of blocks: int32 [B, blocks], or of pairs [B, LH, n]."""
 
     min_valid: Any  # the smallest id >= 0; the largest int32 if a block is all padding
     min_id: Any  # the smallest id, negative if a block has padding
     max_id: Any  # the largest id
 
     @staticmethod
-    def of_blocks(order: RowOrder, ids: jax.Array, block: int) -> "SegmentRanges":
-        """Returns the ranges of ids [B, tokens] in blocks of rows; rows without a token are padding."""
+    def of_blocks(order: RowOrder, ids: jax.Array, block: int, fill: int = -1) -> "IdRanges":
+        """Returns the ranges of ids [B, tokens] in blocks of rows; rows without a token have the id ``fill``."""
         blocks = -(-order.rows // block)
-        rows = order.gather(ids, blocks * block, fill=-1)
+        rows = order.gather(ids, blocks * block, fill=fill)
         rows = rows.reshape(len(rows), blocks, block)
         min_valid = jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1)
-        return SegmentRanges(min_valid, rows.min(-1), rows.max(-1))
+        return IdRanges(min_valid, rows.min(-1), rows.max(-1))
 
-    def take(self, blocks: Any) -> "SegmentRanges":
+    def take(self, blocks: Any) -> "IdRanges":
         """Returns the ranges [B, LH, n] of the blocks [LB, LH, n]."""
 
         def taken(x):
@@ -202,7 +215,7 @@ class SegmentRanges:
                 return x[:, jnp.asarray(blocks[0])]
             return jax.vmap(lambda ids, indices: ids[indices])(x, blocks)
 
-        return SegmentRanges(taken(self.min_valid), taken(self.min_id), taken(self.max_id))
+        return IdRanges(taken(self.min_valid), taken(self.min_id), taken(self.max_id))
 
 
 # --- planned masks ---------------------------------------------------------------------------------------------------

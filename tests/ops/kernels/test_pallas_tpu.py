@@ -117,7 +117,7 @@ def test_steps_made_at_run_time(kv_major):
 
     @jax.jit
     def made(ids):
-        lists = candidates.with_segments((ids, ids), (RowOrder(96),) * 2, (16, 16)).lists(kv_major)
+        lists = candidates.limit((ids, ids), None, (RowOrder(96),) * 2, (16, 16)).lists(kv_major)
         steps = Steps.of(lists, True, "a pass")
         return lists, steps.words, steps.tiles, steps.count
 

@@ -186,7 +186,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
 
     @jax.jit
     def both(*ids):
-        found = candidates.with_segments(ids, orders, shape)
+        found = candidates.limit(ids, None, orders, shape)
         return found.lists(False), found.lists(True)
 
     for kv_major, found in enumerate(both(q_ids, kv_ids)):
@@ -199,7 +199,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         counts = np.asarray(found.counts)[:, 0].sum(1)
         assert counts[0].tolist() == [8, 8] and counts[2].tolist() == [0, 0]
         assert 0 < counts[1, 0] < counts[1, 1] < 48
-    assert candidates.with_segments(None, orders, shape) is candidates
+    assert candidates.limit(None, None, orders, shape) is candidates
 
 
 def test_run_time_masks():

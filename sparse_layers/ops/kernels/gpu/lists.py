@@ -133,7 +133,7 @@ def build_pass_lists(
         return _static_lists(passes, major, minor, kv_major)
     else:
         pairs, mask_bits, starts = _divided_pairs(passes, major, minor, kv_major, subblocks)
-    pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
+    pairs = pairs.limit(operands.segments, operands.order_ids, (q.order, kv.order), (q.block, kv.block))
     granularity = 0 if operands.selection is None or pairs.active_rows_mask is None else operands.selection.granularity
     pairs = mask_overhang(pairs, minor)
     lists = pairs.lists(kv_major) if starts is None else _compact_lists(pairs, starts, kv_major)

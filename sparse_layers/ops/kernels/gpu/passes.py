@@ -82,6 +82,20 @@ class GroupPass:
         """Number of query heads."""
         return len(range(self.first, self.operands.query.shape[2], self.step))
 
+    @property
+    def num_ids(self) -> int:
+        """Number of ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too."""
+        return (self.operands.segments is not None) + (self.operands.order_ids is not None)
+
+    @property
+    def ids(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Ids of queries and of keys as kernels read them, int32 [B, num_ids, tokens]; None each if there are none."""
+        pairs = [x for x in (self.operands.segments, self.operands.order_ids) if x is not None]
+        if not pairs:
+            return None, None
+        q_ids, kv_ids = (jnp.stack(side, axis=1) for side in zip(*pairs, strict=True))
+        return q_ids, kv_ids
+
     @functools.cached_property
     def pack(self) -> int:
         """Query heads of a key head that share a tile: all of them if they have the same selections, else 1.
@@ -237,7 +251,8 @@ class SelectedRows(GroupPass):
         operands, ids, block, granularity = self.operands, self.selection.ids, self.block, self.selection.granularity
         table, heads, first_query = self.table[0], operands.query.shape[2], self.first_query
         pairs = selected_block_pairs(ids, granularity, (1, block), table, heads, first_query, self.sort_ids)
-        return pairs.with_segments(operands.segments, (RowOrder(operands.query.shape[1]), self.kv_order), (1, block))
+        orders = RowOrder(operands.query.shape[1]), self.kv_order
+        return pairs.limit(operands.segments, operands.order_ids, orders, (1, block))
 
 
 def varying_like(query: jax.Array, x: jax.Array) -> jax.Array:

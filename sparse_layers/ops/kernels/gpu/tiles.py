@@ -54,7 +54,7 @@ class ArrayShapes(NamedTuple):
     HEAD_STEP: int
     PASS_HEADS: int  # number of these heads
     WIDE: bool  # True if offsets into an array need 64 bits
-    SEGMENTED: bool  # True if there are segment ids
+    NUM_IDS: int  # ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too
 
 
 class RowOrderConstants(NamedTuple):
@@ -111,15 +111,15 @@ class ResultRows(NamedTuple):
 
 
 class BlockListPointers(NamedTuple):
-    """Pointers to `BlockLists`, to the bits of mask tiles, and to segment ids."""
+    """Pointers to `BlockLists`, to the bits of mask tiles, and to ids."""
 
     spans: Any
     entries: Any
     mask_tiles: Any
     active_rows_mask: Any
     mask_bits: Any
-    q_segments: Any
-    kv_segments: Any
+    q_ids: Any
+    kv_ids: Any
 
 
 class Schedule(NamedTuple):
@@ -149,6 +149,13 @@ class TileRows(NamedTuple):
     row: Any
     token: Any
     exists: Any
+
+
+class TokenIds(NamedTuple):
+    """The ids of the tokens of a tile, [TILE] each."""
+
+    segment: Any
+    order: Any  # a key is visible if its order id is at most that of the query
 
 
 class Span(NamedTuple):
@@ -241,8 +248,8 @@ def move_to_list(lists, span):
         lists.mask_tiles + first,
         lists.active_rows_mask + first,
         lists.mask_bits,
-        lists.q_segments,
-        lists.kv_segments,
+        lists.q_ids,
+        lists.kv_ids,
     )
 
 
@@ -430,13 +437,37 @@ def has_selected(lists, entry, row_in_block, Q: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def load_ids(ids, token, exists, LENGTH: tl.constexpr, PADDING: tl.constexpr, A: tl.constexpr):
+    """Loads the `TokenIds` of a batch entry's tokens, [rows]; the segment of rows that do not exist is PADDING.
+
+    ``ids`` points to the segment ids of LENGTH tokens, then to their order ids. Without ids, tokens stand in for them.
+    """
+    segment, order = token, token
+    if A.NUM_IDS > 0:
+        segment = tl.load(ids + token, mask=exists, other=PADDING)
+    if A.NUM_IDS > 1:
+        order = tl.load(ids + LENGTH + token, mask=exists, other=0)
+    return TokenIds(segment, order)
+
+
+@triton.jit
+def ids_allow(q_ids, kv_ids, Q_AXIS: tl.constexpr, A: tl.constexpr):
+    """True where a key has the query's segment, and at most its order id: [queries, keys], or Q_AXIS 1 transposes."""
+    KV_AXIS: tl.constexpr = 1 - Q_AXIS
+    allowed = tl.expand_dims(q_ids.segment, KV_AXIS) == tl.expand_dims(kv_ids.segment, Q_AXIS)
+    if A.NUM_IDS > 1:
+        allowed = allowed & (tl.expand_dims(kv_ids.order, Q_AXIS) <= tl.expand_dims(q_ids.order, KV_AXIS))
+    return allowed
+
+
+@triton.jit
 def may_attend(
     lists,
     kv_rows,  # `StepRows`
     kv_token,
     kv_exists,
     q_row_in_block,
-    q_segment,
+    q_ids,  # `TokenIds`
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -446,9 +477,9 @@ def may_attend(
     allowed = load_mask(lists, kv_rows.entry, kv_rows.tile, q_row_in_block, Q, KV)
     if L.GRANULARITY > 0:
         allowed = allowed & has_selected(lists, kv_rows.entry, q_row_in_block, Q, L)[:, None]
-    if A.SEGMENTED:
-        kv_segment = tl.load(lists.kv_segments + kv_token, mask=kv_exists, other=-1)
-        allowed = allowed & (q_segment[:, None] == kv_segment[None, :])
+    if A.NUM_IDS > 0:
+        kv_ids = load_ids(lists.kv_ids, kv_token, kv_exists, A.S, -1, A)
+        allowed = allowed & ids_allow(q_ids, kv_ids, 0, A)
     return allowed
 
 

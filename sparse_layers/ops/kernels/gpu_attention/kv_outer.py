@@ -147,15 +147,15 @@ def _scan_query_chunks(
         ends = [(0, 0), (0, chunks * length - tokens)] + [(0, 0)] * (x.ndim - 2)
         return jnp.pad(x, ends, constant_values=fill)
 
-    q_segments = None if operands.segments is None else padded(operands.segments[0], -2)
-    inputs = padded(query), padded(ids, -1), q_segments, tuple(map(padded, by_query))
+    by_token = {"segments": -2, "order_ids": 0}  # and the ids of rows without a query
+    q_ids = {name: padded(pair[0], fill) for name, fill in by_token.items() if (pair := getattr(operands, name))}
+    inputs = padded(query), padded(ids, -1), q_ids, tuple(map(padded, by_query))
 
     def chunk(carry, start):
         slice_chunk = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1)
-        query, ids, segments, by_query = jax.tree.map(slice_chunk, inputs)
-        chunk_operands = operands._replace(query=query, selection=select(ids))
-        if operands.segments is not None:
-            chunk_operands = chunk_operands._replace(segments=(segments, operands.segments[1]))
+        query, ids, q_ids, by_query = jax.tree.map(slice_chunk, inputs)
+        pairs = {name: (x, getattr(operands, name)[1]) for name, x in q_ids.items()}
+        chunk_operands = operands._replace(query=query, selection=select(ids), **pairs)
         return function(carry, (make_rows(call, chunk_operands, 0, 1, (), table=table, first_query=start), by_query))
 
     if chunks == 1:

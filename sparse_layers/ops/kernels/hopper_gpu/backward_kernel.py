@@ -69,9 +69,11 @@ from .tiles import (
     Ready,
     allocate_barriers,
     allocate_buffers,
+    apply_ids,
     apply_mask_bits,
     as_matrix,
     expect_tile,
+    load_ids,
     load_mask_words,
     load_span,
     scale_log2,
@@ -217,18 +219,18 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
 
 
 @gluon.jit
-def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists, A: gl.constexpr, Q: gl.constexpr,
+def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_ids, lists, A: gl.constexpr, Q: gl.constexpr,
                 L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, M] of a partial entry to -inf where the mask, selection or segments exclude the pair."""
+    """Sets scores [64, M] of a partial entry to -inf where the mask, selection or ids exclude the pair."""
     M: gl.constexpr = F.M
     scores = apply_mask_bits(scores, words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
     if L.GRANULARITY > 0:
         is_selected = (gl.load(lists.active_rows_mask + entry) >> (column // L.GRANULARITY)) & 1
         scores = gl.where((is_selected != 0)[None, :], scores, float("-inf"))
-    if A.SEGMENTED:
-        q_segment = gl.load(lists.q_segments + batch * Q.ROWS + gl.load(lists.entries + entry) * Q.BLOCK + column)
-        scores = gl.where(kv_segment[:, None] == q_segment[None, :], scores, float("-inf"))
+    if A.NUM_IDS > 0:
+        row = gl.load(lists.entries + entry) * Q.BLOCK + column
+        scores = apply_ids(scores, load_ids(lists.q_ids, batch, row, Q, A), kv_ids, 1, A)
     return scores
 
 
@@ -254,7 +256,7 @@ def compute_ds(scores, p, dp, delta, A: gl.constexpr):
 
 @gluon.jit
 def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffers, ready, free, lists, batch,
-                    pass_head, kv_segment, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+                    pass_head, kv_ids, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
                     F: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
                     DKV_LAYOUT: gl.constexpr):  # fmt: skip
     """Adds entries first .. end - 1 of a list to dk and dv [64, D] and to dq; returns the next step, dk and dv."""
@@ -295,7 +297,7 @@ def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffer
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists, A, Q, L, F, S_LAYOUT)
+            scores = _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_ids, lists, A, Q, L, F, S_LAYOUT)
         p = recompute_p(scores, neg_lse, A)  # [64, M]
         # It is over, but a branch: ptxas would move the next wait before the exponentials.
         mbarrier.wait(ready.dout.index(stage), step // F.STAGES & 1)
@@ -356,10 +358,8 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     work_tile = _load_work_tile(schedule, A, L, F)
     batch = work_tile.batch
     row = work_tile.kv_block * KV.BLOCK + GROUP * GROUP_ROWS
-    kv_segment = 0
-    if A.SEGMENTED:
-        first_key = lists.kv_segments + batch * KV.ROWS + row
-        kv_segment = gl.load(first_key + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT)))  # [64]
+    key_rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    kv_ids = load_ids(lists.kv_ids, batch, key_rows, KV, A)  # [64] each
     dk = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
     dv = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
     step = 0
@@ -368,11 +368,11 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     for pass_head in range(work_tile.first_head, work_tile.end_head):
         first, first_partial, end = _entries(lists.spans, work_tile, pass_head, A, L)
         step, dk, dv = _backward_steps(first, first_partial, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
-                                       batch, pass_head, kv_segment, A, Q, KV, L, F, False, S_LAYOUT,
+                                       batch, pass_head, kv_ids, A, Q, KV, L, F, False, S_LAYOUT,
                                        DKV_LAYOUT)  # fmt: skip
         _, first_partial, end = _entries(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
         step, dk, dv = _backward_steps(first_partial, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
-                                       batch, pass_head, kv_segment, A, Q, KV, L, F, True, S_LAYOUT,
+                                       batch, pass_head, kv_ids, A, Q, KV, L, F, True, S_LAYOUT,
                                        DKV_LAYOUT)  # fmt: skip
     _store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
     _store_gradient(dv, descs.dv, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
@@ -393,8 +393,8 @@ def hopper_backward_kernel(
     mask_tiles,
     active_rows_mask,
     mask_bits,  # int32 [1 + tiles, N, Q.BLOCK / 32]
-    q_segments,
-    kv_segments,
+    q_ids,
+    kv_ids,
     splits,  # int32 [NUM_SPLITS, 5], see `schedule.split_long_lists`; any array if there are none
     earlier_dq,  # dq, dk and dv of earlier passes, to which results are added in place; any array where there are none
     earlier_dk,
@@ -427,7 +427,7 @@ def hopper_backward_kernel(
     ready = Ready(q=q_ready, dout=dout_ready, kv=allocate_barriers(2, 1))
     fence_async_shared()
     descs = Descriptors(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
-    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
     schedule = SplitSchedule(work_tiles, splits)
     gl.warp_specialize(
         [

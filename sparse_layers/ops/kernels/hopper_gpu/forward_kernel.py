@@ -66,9 +66,11 @@ from .tiles import (
     RowPointers,
     allocate_barriers,
     allocate_buffers,
+    apply_ids,
     apply_mask_bits,
     as_matrix,
     expect_tile,
+    load_ids,
     load_mask_words,
     load_span,
     scale_log2,
@@ -238,20 +240,19 @@ def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constex
 
 
 @gluon.jit
-def _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A: gl.constexpr, Q: gl.constexpr,
+def _apply_mask(scores, words, row_in_tile, step, batch, q_ids, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, N] of a partial step to -inf where the mask, selection or segments exclude the pair."""
+    """Sets scores [64, N] of a partial step to -inf where the mask, selection or ids exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
         selected_by = gl.load(lists.active_rows_mask + step // STEPS_PER_BLOCK)
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
         words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
     scores = apply_mask_bits(scores, words, F.N, LAYOUT, A)
-    if A.SEGMENTED:
+    if A.NUM_IDS > 0:
         k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
         column = k_row + gl.arange(0, F.N, layout=gl.SliceLayout(0, LAYOUT))
-        kv_segment = gl.load(lists.kv_segments + batch * KV.ROWS + column)
-        scores = gl.where(q_segment[:, None] == kv_segment[None, :], scores, float("-inf"))
+        scores = apply_ids(scores, q_ids, load_ids(lists.kv_ids, batch, column, KV, A), 0, A)
     return scores
 
 
@@ -273,7 +274,7 @@ def _softmax(scores, m_i, l_i, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr, O
 
 
 @gluon.jit
-def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_segment,
+def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_ids,
                   A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
                   MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):  # fmt: skip
     """Computes steps first .. end - 1. On entry and on return p @ v of the last step is still to be added.
@@ -301,7 +302,7 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         mbarrier.arrive(free.k.index(stage), count=1)
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A, Q, KV, L, F, S_LAYOUT)
+            scores = _apply_mask(scores, words, row_in_tile, step, batch, q_ids, lists, A, Q, KV, L, F, S_LAYOUT)
         new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), MASKED, O_ROWS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.v.index(stage), count=1)
@@ -334,9 +335,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
         lse_index = (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row
-        q_segment = row
-        if A.SEGMENTED:
-            q_segment = gl.load(lists.q_segments + batch * Q.ROWS + row)
+        q_ids = load_ids(lists.q_ids, batch, row, Q, A)
         m_i = initial_m_i  # [64]: the largest logit so far, to base 2
         l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
         acc = gl.zeros([GROUP_ROWS, D], gl.float32, O_LAYOUT)  # [64, D]: the sum of p @ v
@@ -359,7 +358,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             mbarrier.arrive(free.v.index(stage), count=1)
             scores = to_logits(scores, A)
             if first_partial == first:
-                scores = _apply_mask(scores, words, row_in_tile, first, batch, q_segment, lists, A, Q, KV, L, F,
+                scores = _apply_mask(scores, words, row_in_tile, first, batch, q_ids, lists, A, Q, KV, L, F,
                                      S_LAYOUT)  # fmt: skip
             p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), True, O_ROWS)
             acc = acc * alpha[:, None]
@@ -367,10 +366,10 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             pipeline_step += 1
             partial_from = gl.maximum(first_partial, first + 1)
             pipeline_step, state = _attend_steps(first + 1, partial_from, pipeline_step, state, q_tile, buffers, ready,
-                                                 free, lists, row_in_tile, batch, q_segment, A, Q, KV, L, F, False,
+                                                 free, lists, row_in_tile, batch, q_ids, A, Q, KV, L, F, False,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             pipeline_step, state = _attend_steps(partial_from, end, pipeline_step, state, q_tile, buffers, ready,
-                                                 free, lists, row_in_tile, batch, q_segment, A, Q, KV, L, F, True,
+                                                 free, lists, row_in_tile, batch, q_ids, A, Q, KV, L, F, True,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
             stage = pipeline_step % F.KV_STAGES
@@ -417,8 +416,8 @@ def hopper_forward_kernel(
     mask_tiles,
     active_rows_mask,
     mask_bits,  # int32 [1 + tiles, Q.BLOCK, KV.BLOCK / 32]
-    q_segments,  # int32 [B, Q.ROWS] by row, -2 in padding, if SEGMENTED
-    kv_segments,  # int32 [B, KV.ROWS] by row, -1 in padding
+    q_ids,  # int32 [B, NUM_IDS, Q.ROWS] by row: segment ids, -2 in padding; order ids
+    kv_ids,  # int32 [B, NUM_IDS, KV.ROWS] by row: segment ids, -1 in padding; order ids
     sinks,  # float32 [HEADS], if HAS_SINKS
     earlier_lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row, if HAS_EARLIER
     out,  # a descriptor like that of ``earlier_out``
@@ -448,7 +447,7 @@ def hopper_forward_kernel(
     ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
-    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
     rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [

@@ -45,7 +45,7 @@ class _PreparedLaunch(NamedTuple):
     tile_queries: int  # queries of a tile that TMA loads
     stages: int  # stages of the ring, see `settings`
     constants: dict[str, Any]  # compile-time constants without ``F``
-    # Arrays of the kernel from ``schedule`` to ``kv_segments``, or from ``work_tiles`` to ``splits``.
+    # Arrays of the kernel from ``schedule`` to ``kv_ids``, or from ``work_tiles`` to ``splits``.
     list_arrays: list[jax.Array]
     programs: int
     split_heads: int  # query heads with the same splits, which add to dk and dv; 0 if no work tile is split
@@ -333,7 +333,7 @@ def _is_skewed(work: GroupPass) -> bool:
 def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
     multiprocessors, size = hardware.local_gpu().multiprocessors, _padded_head_size(work)
     assert size is not None
-    kv_major, operands, batch = direction == "backward", work.operands, work.operands.query.shape[0]
+    kv_major, batch = direction == "backward", work.operands.query.shape[0]
     q, kv, pass_lists, steps, steps_before = _lists(work, direction)
     lists = pass_lists.block_lists
     if kv_major:
@@ -341,13 +341,11 @@ def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
     else:
         schedule, splits = build_schedule(steps, batch, multiprocessors), None
         schedule = split_into_waves(schedule) if work.call.exchanges_queries else schedule
-    segments: list[Any] = [lists.spans] * 2
-    if operands.segments is not None:
-        pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
-        segments = [side.order.gather(ids, side.num_blocks * side.block, fill) for ids, side, fill in pairs]
+    sides = zip(work.ids, (q, kv), (-2, -1), strict=True)
+    ids = [lists.spans if x is None else _by_row(x, side, padding) for x, side, padding in sides]
     active_rows_mask = lists.block if lists.active_rows_mask is None else lists.active_rows_mask
     list_arrays: list[Any] = [schedule, lists.spans, lists.block, lists.tile, active_rows_mask, pass_lists.mask_bits]
-    list_arrays += segments
+    list_arrays += ids
     list_arrays += [lists.spans if splits is None else splits] if kv_major else []
     batches, list_heads = lists.spans.shape[:2]
     num_splits = 0 if splits is None else len(splits)
@@ -374,7 +372,7 @@ def array_shapes(work: GroupPass, size: int) -> HopperArrayShapes:
         FIRST_HEAD=work.first,
         HEAD_STEP=work.step,
         PASS_HEADS=work.heads,
-        SEGMENTED=work.operands.segments is not None,
+        NUM_IDS=work.num_ids,
     )
 
 

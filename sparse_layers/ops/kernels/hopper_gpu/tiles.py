@@ -29,7 +29,7 @@ class HopperArrayShapes(NamedTuple):
     FIRST_HEAD: int  # the pass is for query heads FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
     HEAD_STEP: int
     PASS_HEADS: int  # query heads of the pass
-    SEGMENTED: bool  # True if there are segment ids
+    NUM_IDS: int  # ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too
 
 
 class RowsView(NamedTuple):
@@ -82,15 +82,22 @@ class RowPointers(NamedTuple):
 
 
 class HopperBlockLists(NamedTuple):
-    """Pointers to `BlockLists`, and to the segment ids of rows; see `hopper_forward_kernel`."""
+    """Pointers to `BlockLists`, and to the ids of rows; see `hopper_forward_kernel`."""
 
     spans: Any = None
     entries: Any = None
     mask_tiles: Any = None
     active_rows_mask: Any = None
     mask_bits: Any = None
-    q_segments: Any = None
-    kv_segments: Any = None
+    q_ids: Any = None
+    kv_ids: Any = None
+
+
+class TokenIds(NamedTuple):
+    """The ids of the rows of a tile, one vector each."""
+
+    segment: Any
+    order: Any  # a key is visible if its order id is at most that of the query
 
 
 class Buffers(NamedTuple):
@@ -138,6 +145,28 @@ def load_span(spans, batch, head, block, L: gl.constexpr):
     """Loads the list of a query head and a block: (first entry, first partial entry, end)."""
     span = spans + (((batch % L.BATCHES) * L.HEADS + head // L.HEADS_PER_LIST % L.HEADS) * L.NUM_BLOCKS + block) * 3
     return gl.load(span), gl.load(span + 1), gl.load(span + 2)
+
+
+@gluon.jit
+def load_ids(ids, batch, row, VIEW: gl.constexpr, A: gl.constexpr):
+    """Loads the `TokenIds` of rows, a vector; without ids, rows stand in for them."""
+    segment, order = row, row
+    ids += batch * (A.NUM_IDS * VIEW.ROWS)
+    if A.NUM_IDS > 0:
+        segment = gl.load(ids + row)
+    if A.NUM_IDS > 1:
+        order = gl.load(ids + VIEW.ROWS + row)
+    return TokenIds(segment, order)
+
+
+@gluon.jit
+def apply_ids(scores, q_ids, kv_ids, Q_AXIS: gl.constexpr, A: gl.constexpr):
+    """Sets scores to -inf where a key has another segment than the query, or a larger order id."""
+    KV_AXIS: gl.constexpr = 1 - Q_AXIS
+    allowed = gl.expand_dims(q_ids.segment, KV_AXIS) == gl.expand_dims(kv_ids.segment, Q_AXIS)
+    if A.NUM_IDS > 1:
+        allowed = allowed & (gl.expand_dims(kv_ids.order, Q_AXIS) <= gl.expand_dims(q_ids.order, KV_AXIS))
+    return gl.where(allowed, scores, float("-inf"))
 
 
 @gluon.jit

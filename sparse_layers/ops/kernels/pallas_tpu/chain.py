@@ -68,10 +68,12 @@ def _split_to_fit(function: Callable[..., Any], call: Call, operands: Operands, 
     def merge(x):
         return jnp.moveaxis(x.reshape(batch, splits, *x.shape[2:]), 1, 2).reshape(batch, x.shape[2], -1, *x.shape[4:])
 
-    segments, sinks = operands.segments, operands.sinks
+    sinks, by_token = operands.sinks, (operands.segments, operands.order_ids)
+    segments, order_ids = jax.tree.map(lambda x: x[:, None].repeat(splits, axis=0), by_token)
     split_operands = operands._replace(
         **{name: split(getattr(operands, name)) for name in ("query", "key", "value")},
-        segments=None if segments is None else tuple(x[:, None].repeat(splits, axis=0) for x in segments),
+        segments=segments,
+        order_ids=order_ids,
         sinks=None if sinks is None else jnp.tile(sinks.reshape(splits, -1), (batch, 1)),
         selection=jax.tree.map(split, selection),
         mask=None,
@@ -167,10 +169,12 @@ class _Heads:
             operands = operands._replace(query=self.query, selection=jax.tree.map(self._ids, operands.selection))
         blocks = blocks_of_pass(self.call, operands, self.group, passes, rows, _uses_mask_tiles, dkv=backward)
         (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
-        ids = (None, None)
-        if blocks.segments is not None:
-            by_side = zip((blocks.q_order, blocks.kv_order), blocks.segments, blocks.shape, strict=True)
-            ids = [vector(order, x[..., None], block) for order, x, block in by_side]
+        pairs_of_ids = [x for x in (blocks.segments, blocks.order_ids) if x is not None]
+        by_side = zip((blocks.q_order, blocks.kv_order), blocks.shape, *pairs_of_ids, strict=True)
+        ids = [
+            jnp.concatenate([vector(order, x[..., None], block) for x in arrays], axis=3) if arrays else None
+            for order, block, *arrays in by_side
+        ]
         steps = Steps.of(
             pairs.lists(backward),
             tiles is not None,

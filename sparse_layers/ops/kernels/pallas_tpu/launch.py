@@ -2,7 +2,7 @@
 
 Operands are laid out [B, heads, rows, size] in the row order of the pass, so that one (rows, size) block is one
 transfer. Every TPU attention needs a copy that brings the heads before the tokens; a row order is part of that copy.
-Vectors by row (lse, segment ids) are laid out [.., blocks, 1, rows].
+Vectors by row (lse, ids) are laid out [.., blocks, 1, rows].
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class PassConfig:
     granularity: int  # queries of a block that select together; 1 without a selection
     # Computes a partial block from row indices; None if tiles hold them, or no block is partial.
     mask: Callable[[Any, Any], Any] | None
-    limited: bool  # True if segment ids limit blocks, too, or a selection that differs within a block of queries
+    limited: bool  # True if ids limit blocks, too, or a selection that differs within a block of queries
 
     def kv_head(self, index: Any) -> Any:
         """Returns the key head of a query head by its index in the pass."""
@@ -71,8 +71,9 @@ class PassArrays(NamedTuple):
     key: jax.Array  # [B, K, columns, H]
     value: jax.Array  # [B, K, columns, Hv]
     tiles: jax.Array | None = None  # mask tiles of [bq, bkv], transposed [bkv, bq], as bits; see `as_bits`
-    q_ids: jax.Array | None = None  # int32 [B, 1, blocks, 1, bq]
-    kv_ids: jax.Array | None = None  # int32 [B, 1, blocks, 1, bkv]
+    # Segment ids, and if there are n = 2 ids, order ids: int32 [B, 1, blocks, n, bq] and [B, 1, blocks, n, bkv].
+    q_ids: jax.Array | None = None
+    kv_ids: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +112,17 @@ class BlockOperands:
         """Returns the operands that a pass reads, None for those that it does not have."""
         bq, bkv = self.config.shape
         tile_shape = () if arrays.tiles is None else arrays.tiles.shape[1:]
+        num_ids = 0 if arrays.q_ids is None else arrays.q_ids.shape[3]
         return {
             "query": self.by_query(arrays.query),
             "key": self.by_kv_head(arrays.key),
             "value": self.by_kv_head(arrays.value),
             "tile": _optional(arrays.tiles, tile_shape, lambda b, h, step, mask_tile: (mask_tile, 0, 0)),
-            "q_ids": _optional(arrays.q_ids, (None, None, 1, bq), lambda b, h, step, _: (b, 0, self._q(step), 0, 0)),
+            "q_ids": _optional(
+                arrays.q_ids, (None, None, num_ids, bq), lambda b, h, step, _: (b, 0, self._q(step), 0, 0)
+            ),
             "kv_ids": _optional(
-                arrays.kv_ids, (None, None, 1, bkv), lambda b, h, step, _: (b, 0, self._kv(step), 0, 0)
+                arrays.kv_ids, (None, None, num_ids, bkv), lambda b, h, step, _: (b, 0, self._kv(step), 0, 0)
             ),
         }
 
@@ -293,9 +297,10 @@ def mask_logits(
         q_group = lax.broadcasted_iota(jnp.int32, s.shape, int(transposed)) >> config.granularity.bit_length() - 1
         allowed.append((position.active_rows_mask >> q_group) & 1 != 0)
     if limited and refs.q_ids is not None:
-        q, k = refs.q_ids[...], refs.kv_ids[...]
-        q, k = (q, to_column(k)) if transposed else (to_column(q), k)
-        allowed.append((q == k) & (q >= 0))
+        for i in range(refs.q_ids.shape[0]):
+            q, k = refs.q_ids[i : i + 1], refs.kv_ids[i : i + 1]
+            q, k = (q, to_column(k)) if transposed else (to_column(q), k)
+            allowed.append(k <= q if i else (q == k) & (q >= 0))
     return jnp.where(functools.reduce(jnp.logical_and, allowed), s, -jnp.inf) if allowed else s
 
 

@@ -42,6 +42,8 @@ from ..gpu.tiles import (
     addresses,
     clip_steps,
     has_selected,
+    ids_allow,
+    load_ids,
     load_mask,
     load_rows,
     load_span,
@@ -69,7 +71,7 @@ class BackwardQueryTile(NamedTuple):
     lse: Any  # [Q.TILE, 1], to base 2
     delta: Any  # [Q.TILE, 1]
     row_in_block: Any  # [Q.TILE]
-    segment: Any  # [Q.TILE]
+    ids: Any  # `TokenIds`
 
 
 class KVTile(NamedTuple):
@@ -78,7 +80,7 @@ class KVTile(NamedTuple):
     k_tile: Any  # [KV.TILE, D]
     v_tile: Any  # [KV.TILE, DV]
     row_in_block: Any  # [KV.TILE]
-    segment: Any  # [KV.TILE]
+    ids: Any  # `TokenIds`
 
 
 class QueryPointers(NamedTuple):
@@ -155,7 +157,7 @@ def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.
         scores = logits(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
         allowed = 0
         if MASKED:
-            allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
+            allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.ids, A, Q, KV, L)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         p, ds = _p_and_ds(scores, queries.lse, dp, queries.delta, allowed, A, MASKED)
         ds = ds.to(k_tile.dtype)
@@ -188,7 +190,7 @@ def _dq_pass(work_tile, steps_before, span, dq, queries, kv, lists, gradients, A
 
 
 @triton.jit
-def _load_queries(pointers, q_segments, batch, head, q_rows, A: tl.constexpr, Q: tl.constexpr):
+def _load_queries(pointers, q_ids, batch, head, q_rows, A: tl.constexpr, Q: tl.constexpr):
     """Loads the `BackwardQueryTile` of a program; ``pointers`` are those of `QueryPointers` to whole arrays."""
     token, row_in_block, exists = q_rows.token, q_rows.row_in_block, q_rows.exists
     base = pointers.q + (batch * A.T * A.HEADS + head) * A.H
@@ -202,10 +204,8 @@ def _load_queries(pointers, q_segments, batch, head, q_rows, A: tl.constexpr, Q:
     lse = tl.load(pointers.lse + index, mask=exists, other=float("inf")) * LOG2_E
     lse = tl.where(lse == float("-inf"), float("inf"), lse)[:, None]
     delta = tl.load(pointers.delta + index, mask=exists, other=0.0)[:, None]
-    segment = token
-    if A.SEGMENTED:
-        segment = tl.load(q_segments + batch * A.T + token, mask=exists, other=-2)
-    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, segment)
+    ids = load_ids(q_ids + batch * (A.NUM_IDS * A.T), token, exists, A.T, -2, A)
+    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, ids)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def dq_kernel(
     q,
     k,
     v,
-    work_tiles,  # this and all up to ``kv_segments``: as in `triton_forward_kernel`
+    work_tiles,  # this and all up to ``kv_ids``: as in `triton_forward_kernel`
     splits,
     spans,
     entries,
@@ -240,8 +240,8 @@ def dq_kernel(
     mask_tiles2,
     active_rows_mask2,
     mask_bits2,
-    q_segments,
-    kv_segments,
+    q_ids,
+    kv_ids,
     split_dq,  # float32 [splits, B, rows of a block, D], if MERGED
     lse,  # float32 [B, HEADS, T], of all passes
     delta,  # float32 [B, HEADS, T]
@@ -273,18 +273,18 @@ def dq_kernel(
     q_rows = rows_of_tile(work_tile, Q, A.T)
     row_in_block = q_rows.row_in_block
 
-    queries = _load_queries(QueryPointers(q, dout, lse, delta), q_segments, batch, head, q_rows, A, Q)
+    queries = _load_queries(QueryPointers(q, dout, lse, delta), q_ids, batch, head, q_rows, A, Q)
     vector, earlier = batch * A.S * A.KV_HEADS + kv_head, batch * EARLIER_KV.ROWS * A.KV_HEADS + kv_head
-    kv_segments += batch * A.S
+    kv_ids += batch * (A.NUM_IDS * A.S)
     kv = KVPointers(k + vector * A.H, v + vector * A.HV)
     dk, dv = dk + vector * A.H, dv + vector * A.HV
     dkv = GradientPointers(dk, dv, earlier_dk + earlier * A.H, earlier_dv + earlier * A.HV)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
     acc = zeros(Q.TILE, A.D)  # [Q.TILE, D]: dq, not yet scaled
     span = load_span(spans, batch, head, q_block, KV, L, W)
     acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, EARLIER_KV, WITH_DKV)
     if KV2.ROWS > 0:
-        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_segments, kv_segments)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_ids, kv_ids)
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
         acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, EARLIER_KV, False)
 
@@ -328,9 +328,9 @@ def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, dq, A: tl
             allowed = load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q)
             if L.GRANULARITY > 0:
                 allowed = allowed & has_selected(lists, q_rows.entry, row_in_block, Q, L)[None, :]
-            if A.SEGMENTED:
-                q_segment = tl.load(lists.q_segments + token, mask=exists, other=-2)
-                allowed = allowed & (keys.segment[:, None] == q_segment[None, :])
+            if A.NUM_IDS > 0:
+                q_ids = load_ids(lists.q_ids, token, exists, A.T, -2, A)
+                allowed = allowed & ids_allow(q_ids, keys.ids, 1, A)
         vectors = query_addresses(pointers.dout, token, row_in_block, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
         dout_tile = load_rows(vectors, exists, A.HV, A.DV, MASKED)
         dp = tl.dot(keys.v_tile, tl.trans(dout_tile), input_precision="ieee")  # [KV.TILE, Q.TILE]
@@ -372,16 +372,14 @@ def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits
 
 
 @triton.jit
-def _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A: tl.constexpr):
+def _load_keys(k, v, kv_ids, batch, kv_head, kv_rows, A: tl.constexpr):
     """Loads the `KVTile` of a program."""
     token, exists = kv_rows.token, kv_rows.exists
     vector = batch * A.S * A.KV_HEADS + kv_head
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
-    segment = token
-    if A.SEGMENTED:
-        segment = tl.load(kv_segments + batch * A.S + token, mask=exists, other=-1)
-    return KVTile(k_tile, v_tile, kv_rows.row_in_block, segment)
+    ids = load_ids(kv_ids + batch * (A.NUM_IDS * A.S), token, exists, A.S, -1, A)
+    return KVTile(k_tile, v_tile, kv_rows.row_in_block, ids)
 
 
 @triton.jit
@@ -410,15 +408,15 @@ def dkv_kernel(
     q,
     k,
     v,
-    work_tiles,  # this and all up to ``kv_segments``: as in `triton_forward_kernel`, with key heads and key blocks
+    work_tiles,  # this and all up to ``kv_ids``: as in `triton_forward_kernel`, with key heads and key blocks
     splits,  # if SPLITS int32 [BATCHES, PASS_HEADS, BLOCKS]: steps of a work tile before those of a query head
     spans,
     entries,
     mask_tiles,
     active_rows_mask,
     mask_bits,
-    q_segments,
-    kv_segments,
+    q_ids,
+    kv_ids,
     split_dk,  # float32 [splits, B, rows of a block, D], if MERGED
     split_dv,  # float32 [splits, B, rows of a block, DV]
     lse,
@@ -445,10 +443,10 @@ def dkv_kernel(
     kv_head = work_tile.head
     kv_rows = rows_of_tile(work_tile, KV, A.S)
     row_in_block = kv_rows.row_in_block
-    keys = _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A)
-    q_segments += batch * A.T
+    keys = _load_keys(k, v, kv_ids, batch, kv_head, kv_rows, A)
+    q_ids += batch * (A.NUM_IDS * A.T)
     queries = QueryPointers(q, dout, lse, delta)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
     dk_tile, dv_tile = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)  # [KV.TILE, D], not yet scaled, [KV.TILE, DV]
     GROUP: tl.constexpr = A.HEADS // A.KV_HEADS
     # The query heads of this group that are of the pass: FIRST_HEAD + pass_head * HEAD_STEP within the group.

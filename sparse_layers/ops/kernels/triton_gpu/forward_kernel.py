@@ -15,7 +15,7 @@ merges them in their order, so that results are the same from run to run.
 
 A work tile, with time to the right. Triton loads k_tile and v_tile of num_stages steps ahead::
 
-    begin    list, q_tile, segment ids, then acc, m_i, l_i of sinks, earlier passes and splits
+    begin    list, q_tile, ids, then acc, m_i, l_i of sinks, earlier passes and splits
     steps    full ones of pass 1, partial ones of pass 1, full ones of pass 2, partial ones of pass 2
     end      out = acc / l_i, lse = (m_i + log2(l_i)) * ln 2
 
@@ -42,6 +42,7 @@ from ..gpu.tiles import (
     addresses,
     clip_steps,
     full,
+    load_ids,
     load_rows,
     load_span,
     load_step_rows,
@@ -64,7 +65,7 @@ class QueryTile(NamedTuple):
 
     q_tile: Any  # [Q.TILE, D]
     row_in_block: Any  # [Q.TILE]
-    segment: Any  # [Q.TILE]
+    ids: Any  # `TokenIds`
 
 
 class KVPointers(NamedTuple):
@@ -93,7 +94,7 @@ def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.cons
         k_tile = load_rows(addresses(kv.k, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         scores = tl.dot(queries.q_tile, tl.trans(k_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         if MASKED:
-            allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
+            allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.ids, A, Q, KV, L)
         if A.CAP == 0 and A.SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
             if MASKED:
@@ -207,8 +208,8 @@ def triton_forward_kernel(
     mask_tiles2,
     active_rows_mask2,
     mask_bits2,
-    q_segments,  # int32 [B, T], -2 in padding
-    kv_segments,  # int32 [B, S], -1 in padding
+    q_ids,  # int32 [B, NUM_IDS, T]: segment ids, -2 in padding; order ids
+    kv_ids,  # int32 [B, NUM_IDS, S]: segment ids, -1 in padding; order ids
     split_out,  # float32 [splits, B, rows of a block, DV], if MERGED
     split_lse,  # float32 [splits, B, rows of a block]
     sinks,  # float32 [HEADS]
@@ -241,22 +242,20 @@ def triton_forward_kernel(
     q_head = q + (batch * A.T * A.HEADS + head) * A.H
     pointers = query_addresses(q_head, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
     q_tile = load_rows(pointers, q_rows.exists, A.H, A.D, True)
-    q_segment = token
-    if A.SEGMENTED:
-        q_segment = tl.load(q_segments + batch * A.T + token, mask=q_rows.exists, other=-2)
+    ids = load_ids(q_ids + batch * (A.NUM_IDS * A.T), token, q_rows.exists, A.T, -2, A)
 
     earlier = ResultPointers(earlier_out, earlier_lse)
     state = _initial_state(sinks, earlier, batch, pass_head, q_rows, A, Q, EARLIER, SINKS)
     if W.MERGED:
         state = _merge_splits(work_tile, state, ResultPointers(split_out, split_lse), batch, row_in_block, A, Q)
 
-    queries = QueryTile(q_tile, row_in_block, q_segment)
+    queries = QueryTile(q_tile, row_in_block, ids)
     vector = batch * A.S * A.KV_HEADS + kv_head
-    kv, kv_segments = KVPointers(k + vector * A.H, v + vector * A.HV), kv_segments + batch * A.S
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    kv, kv_ids = KVPointers(k + vector * A.H, v + vector * A.HV), kv_ids + batch * (A.NUM_IDS * A.S)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
     state = _attend_pass(work_tile, 0, span, state, queries, kv, lists, A, Q, KV, L)
     if KV2.ROWS > 0:
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
-        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_segments, kv_segments)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_ids, kv_ids)
         state = _attend_pass(work_tile, span.num_steps, span2, state, queries, kv, lists, A, Q, KV2, L2)
     _store_results(state, ResultPointers(out, lse), work_tile, batch, pass_head, q_rows, A, Q, W, OUT)

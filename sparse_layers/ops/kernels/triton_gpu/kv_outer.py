@@ -66,8 +66,7 @@ def forward(rows: SelectedRows) -> tuple[jax.Array, jax.Array]:
         prepared.output((num_rows, rows.heads, rows.operands.value.shape[-1]), True),
         prepared.output((rows.heads, num_rows)),
     )
-    segments = rows.operands.segments or (None, None)
-    out, lse = prepared.launch_kernel(kv_outer_kernel, segments, [], [], outputs, {}, {}, rows.q_order)
+    out, lse = prepared.launch_kernel(kv_outer_kernel, rows.ids, [], [], outputs, {}, {}, rows.q_order)
     return rows.by_token(out), rows.by_token(lse.swapaxes(1, 2))
 
 

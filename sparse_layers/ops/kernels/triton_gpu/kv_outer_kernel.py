@@ -15,7 +15,7 @@ no state from step to step.
 
 A step, with time to the right. Triton loads q_tile of num_stages steps ahead::
 
-    begin    list, k_tile, v_tile, segment ids
+    begin    list, k_tile, v_tile, ids
     a step   load rows of q_tile
     products [-- scores --]                         [-- p @ v_tile --]
     softmax                [ mask ][ m_i, p, l_i ]                    [ out / l_i, lse ][ store rows ]
@@ -34,6 +34,8 @@ from ..gpu.tiles import (
     Schedule,
     addresses,
     clip_steps,
+    ids_allow,
+    load_ids,
     load_mask,
     load_rows,
     load_span,
@@ -63,9 +65,9 @@ def _attend_steps(first, end, num_entries, keys, q, lists, results, A: tl.conste
         scores = logits(tl.dot(q_tile, tl.trans(keys.k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
         if MASKED:
             allowed = tl.trans(load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q))
-            if A.SEGMENTED:
-                q_segment = tl.load(lists.q_segments + token, mask=exists, other=-2)
-                allowed = allowed & (q_segment[:, None] == keys.segment[None, :])
+            if A.NUM_IDS > 0:
+                q_ids = load_ids(lists.q_ids, token, exists, A.T, -2, A)
+                allowed = allowed & ids_allow(q_ids, keys.ids, 0, A)
             scores = tl.where(allowed, scores, float("-inf"))
         m_i = tl.max(scores, 1)  # [Q.TILE]
         shift = tl.where(m_i == float("-inf"), 0.0, m_i)
@@ -85,15 +87,15 @@ def kv_outer_kernel(
     q,
     k,
     v,
-    work_tiles,  # this and all up to ``kv_segments``: as in `triton_forward_kernel`, with key blocks
+    work_tiles,  # this and all up to ``kv_ids``: as in `triton_forward_kernel`, with key blocks
     splits,
     spans,
     entries,
     mask_tiles,
     active_rows_mask,
     mask_bits,
-    q_segments,
-    kv_segments,
+    q_ids,
+    kv_ids,
     out,  # [B, Q.ROWS, PASS_HEADS, HV]
     lse,  # float32 [B, PASS_HEADS, Q.ROWS]
     A: tl.constexpr,
@@ -118,12 +120,10 @@ def kv_outer_kernel(
     vector = batch * A.S * A.KV_HEADS + kv_head
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
-    segment = token
-    if A.SEGMENTED:
-        segment = tl.load(kv_segments + batch * A.S + token, mask=exists, other=-1)
-    keys = KVTile(k_tile, v_tile, row_in_block, segment)
-    q_segments += batch * A.T
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    ids = load_ids(kv_ids + batch * (A.NUM_IDS * A.S), token, exists, A.S, -1, A)
+    keys = KVTile(k_tile, v_tile, row_in_block, ids)
+    q_ids += batch * (A.NUM_IDS * A.T)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
     lists = move_to_list(lists, span)
     q += (batch * A.T * A.HEADS + head) * A.H
     row = batch * Q.ROWS * A.PASS_HEADS

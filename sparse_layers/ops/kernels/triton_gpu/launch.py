@@ -43,7 +43,7 @@ def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | Non
     constants = prepared.second_list_constants | {"EARLIER": _result_rows(earlier)}
     out, lse = prepared.launch_kernel(
         triton_forward_kernel,
-        [*prepared.second_list_arrays, *_segments(work)],
+        [*prepared.second_list_arrays, *work.ids],
         [head_sizes(work)[1], None],
         [sinks, *_result_arrays(earlier, 2)],
         outputs,
@@ -76,7 +76,7 @@ def dq(
     constants = prepared.second_list_constants | {"EARLIER_KV": _result_rows(earlier_kv), "WITH_DKV": with_dkv}
     dq, dk, dv = prepared.launch_kernel(
         dq_kernel,
-        [*prepared.second_list_arrays, *_segments(work)],
+        [*prepared.second_list_arrays, *work.ids],
         [head_sizes(work)[0]],
         [*inputs, *_result_arrays(earlier, 1), *_result_arrays(earlier_kv, 2)],
         outputs,
@@ -113,7 +113,7 @@ def launch_dkv(
     split_constants = {"EARLIER": _result_rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
     earlier_arrays, sizes = [*inputs, *_result_arrays(earlier, 2)], head_sizes(work)
     *dkv, dq = prepared.launch_kernel(
-        dkv_kernel, _segments(work), sizes, earlier_arrays, outputs, tile_constants, split_constants, order
+        dkv_kernel, work.ids, sizes, earlier_arrays, outputs, tile_constants, split_constants, order
     )
     return PassResults(order, tuple(dkv)), dq
 
@@ -158,10 +158,6 @@ def head_sizes(work: GroupPass) -> tuple[int, int]:
 
 def _tile_rows(work: GroupPass, kernel: str) -> int | None:
     return major_rows(kernel, work.operands.query.dtype.itemsize, head_sizes(work))
-
-
-def _segments(work: GroupPass) -> tuple[jax.Array | None, ...]:
-    return work.operands.segments or (None, None)
 
 
 def _lists(work: GroupPass, major: RowTiling, minor: RowTiling, kv_major: bool) -> PassLists:
@@ -354,7 +350,7 @@ class PreparedLaunch:
             work.step,
             work.heads,
             max(t * heads, s * kv_heads) * max(h, hv) >= 2**31,
-            operands.segments is not None,
+            work.num_ids,
         )
         destination = tiles.ResultRows(True, order.natural, order.rows, row_order_constants(order))
         list_shapes = _list_shapes(self.walked_lists[0][1])
