@@ -18,7 +18,6 @@ from ..ops.kernels.validation import (
     checked_array,
     checked_numbers,
     checked_scalars,
-    checked_visibility,
     describe_value,
 )
 from ..ops.planning.platforms import has_local_arrays, implementation_order, platform

@@ -28,6 +28,18 @@ def same_segment(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
     return ((q_ids[:, :, None] == kv_ids[:, None, :]) & (q_ids[:, :, None] >= 0))[:, None]
 
 
+def in_order(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
+    """Returns the pairs, bool [B, 1, T, S], where the order id of the key [B, S] is at most that of the query [B, T].
+
+    Example:
+      >>> import numpy as np
+      >>> from sparse_layers.tools.oracle import in_order
+      >>> in_order(np.array([[1, 1, 2]]), np.array([[1, 1, 2]])).astype(int).tolist()
+      [[[[1, 1, 0], [1, 1, 0], [1, 1, 1]]]]
+    """
+    return (kv_ids[:, None, :] <= q_ids[:, :, None])[:, None]
+
+
 class DenseAttention:
     """Dense attention of one call with its gradients, as papers write it, and the sizes of what is summed up in them.
 

@@ -48,6 +48,7 @@ class Case:
     bwd: tuple[int, int] | None = None
     split: bool = False  # compute the longest chain that the planner weighs, not the cheapest
     segments: tuple[np.ndarray, np.ndarray] | None = None
+    order_ids: tuple[np.ndarray, np.ndarray] | None = None
     sinks: bool = False
     soft_cap: float | None = None
     scale: float | None = None
@@ -85,6 +86,8 @@ class Case:
         allowed = np.tile(heads, (self.heads[0] // len(heads), 1, 1))[None]
         if self.segments is not None:
             allowed = allowed & oracle.same_segment(*self.segments)
+        if self.order_ids is not None:
+            allowed = allowed & oracle.in_order(*self.order_ids)
         return allowed
 
     def selection(self) -> sl.Selection | None:
@@ -108,6 +111,7 @@ class Case:
                 value,
                 fixed if dynamic is None else dynamic,
                 segment_ids=self.segments,
+                order_ids=self.order_ids,
                 selection=selection,
                 scale=self.scale,
                 logits_soft_cap=self.soft_cap,
@@ -326,6 +330,17 @@ def _documents(batch, *lengths):
     return sides[0], sides[-1]
 
 
+def _prefixes(*lengths):
+    """Order ids of prefix-LM: for each length that of a prefix, in a row of its own."""
+    return np.maximum(np.arange(lengths[0], dtype=np.int32), np.array(lengths[1:], np.int32)[:, None] - 1)
+
+
+def _levels(batch, *lengths):
+    """Order ids of a tree of prefixes in levels: unsorted, with ties, negative and extreme ones."""
+    ids = np.array([-(2**31), -9, 0, 4, 4, 2**31 - 1], np.int32)
+    return tuple(ids[np.random.default_rng(length).integers(0, len(ids), (batch, length))] for length in lengths)
+
+
 def _features():
     causal, window = sl.Causal(), sl.Causal() & sl.Window(40)
     fixed, strided = (sl.preset(name, **SMALL[name]) for name in ("sparse_transformer_fixed", "strided"))
@@ -341,6 +356,20 @@ def _features():
     drafts = sl.preset("draft_blocks", total_seq_len=128, block_size=8, stride=16)
     yield Case("draft_blocks-anchors", drafts, 64, 192, fwd=(32, 32))
     yield Case("padding-only", causal, 129, segments=(np.full((2, 129), -1),) * 2)
+    for name, ids in {
+        "prefixes": _prefixes(300, 0, 170),
+        "blocks": np.arange(600, dtype=np.int32).reshape(2, -1) // 24,
+    }.items():
+        yield Case(f"order-{name}", sl.Full(), 300, order_ids=(ids, ids), fwd=(32, 64), bwd=(64, 32))
+    yield Case(
+        "order-causal-MQA", sl.Full(), 129, order_ids=(_prefixes(129, 0, 0),) * 2, heads=(4, 1), dtype="bfloat16"
+    )
+    ids = np.where(np.arange(300) // 50 % 2, np.arange(300) // 50 * 50 + 49, np.arange(300)).astype(np.int32)
+    spans = {"order_ids": (np.tile(ids, (2, 1)),) * 2, "segments": _documents(2, 300)}
+    yield Case("order-spans", sl.Window(90, 40), 300, fwd=(32, 32), sinks=True, soft_cap=3.0, **spans)
+    yield Case("order-levels-pair", window | sl.Prefix(99), 129, 300, order_ids=_levels(2, 129, 300), sinks=True)
+    yield Case("order-levels-chain", strided, 300, order_ids=_levels(2, 300, 300), split=True, fwd=(32, 32))
+    yield Case("order-run-time", jnp.asarray(_random(4, 64, 64)), 64, order_ids=_levels(2, 64, 64), dtype="float16")
     yield Case("empty", sl.Empty(), 129)
     yield Case("empty-sinks", sl.Empty(), 129, sinks=True, core=False)
     yield Case("empty-rows", holes, 300, core=False)

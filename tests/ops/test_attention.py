@@ -71,6 +71,7 @@ def test_the_core_has_all_that_the_table_has():
             "lengths": (np.sign(t - s), t == 1),
             "ragged": t % 128,
             "segments": ids,
+            "order ids": case.order_ids is None,
             "sinks": case.sinks,
             "soft cap": case.soft_cap is None,
             "empty": not np.any(case.allowed()),

@@ -67,6 +67,7 @@ class Case:
     dtype: str = "bfloat16"
     spills: int = 0
     segments: bool = False
+    order_ids: bool = False
     chosen: int = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -83,6 +84,9 @@ CASES = [
     Case("causal-64", sl.Causal(), 64, dtype="float16"),
     Case("segments-64", sl.Causal(), 64, segments=True, spills=300),
     Case("negative-64", sl.Causal(), 64, options={"scale": -0.3}),
+    Case("order", sl.Full(), order_ids=True),
+    Case("order-64", sl.Full(), 64, order_ids=True),
+    Case("groups-order", sl.Causal(), heads=(4, 2), segments=True, order_ids=True),
     Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=32),
     Case("pieces", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), heads=(8, 1)),
     Case(
@@ -140,6 +144,8 @@ def exported(case, devices):
             options["sinks"] = jnp.zeros(n)
         if case.segments:
             options["segment_ids"] = ids
+        if case.order_ids:
+            options["order_ids"] = ids
         if case.chosen:
             options["selection"] = sl.Selection(ids[:, :, None, None] % 8 + np.arange(8), block=case.chosen)
         return sl.block_sparse_attention(q, k, v, case.mask, implementation="hopper", **options).astype("float32").sum()

@@ -33,6 +33,7 @@ def kernels(
     sizes=(128, 128),
     dtype="bfloat16",
     segments=False,
+    order_ids=False,
     sinks=None,
     backward=True,
     chosen=None,
@@ -45,12 +46,13 @@ def kernels(
     device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
     dynamic = isinstance(mask, jax.ShapeDtypeStruct)
 
-    def program(arrays, mask_array, ids, selection, sink_logits, dout, dlse):
+    def program(arrays, mask_array, ids, order, selection, sink_logits, dout, dlse):
         def call(arrays):
             return sl.block_sparse_attention(
                 *arrays,
                 mask_array if dynamic else mask,
                 segment_ids=ids,
+                order_ids=order,
                 selection=selection,
                 sinks=sink_logits,
                 implementation="pallas_tpu",
@@ -72,7 +74,7 @@ def kernels(
     operands = (
         [jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, t, n, h), (1, t, k, h), (1, t, k, hv))],
         mask if dynamic else None,
-        jax.ShapeDtypeStruct((1, t), jnp.int32) if segments else None,
+        *(jax.ShapeDtypeStruct((1, t), jnp.int32) if given else None for given in (segments, order_ids)),
         selection,
         sinks,
         jax.ShapeDtypeStruct((1, t, n, hv), dtype),
@@ -102,6 +104,7 @@ PATTERNS = {
     "fixed": (sl.preset("sparse_transformer_fixed"), 2, {}),
     "bigbird": (sl.preset("bigbird"), 1, {}),
     "segments": (sl.Causal(), 1, {"segments": True}),
+    "order ids": (sl.Full(), 1, {"segments": True, "order_ids": True}),
     "GQA": (sl.Causal(), 1, {"heads": (4, 2)}),
     "image": (sl.Grid((16, 32), (sl.Neighborhood(16, 7), sl.Neighborhood(32, 7))), 1, {}),
     "video": (sl.Grid((5, 7, 12), sl.Window(2, 2), offset=92) | sl.Global(92), 3, {"heads": (4, 2)}),
@@ -150,6 +153,9 @@ TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
         pytest.param("tpu7x", jax.ShapeDtypeStruct((512, 512), bool), 1, {}, id="run-time mask"),
         pytest.param("v5e", jax.ShapeDtypeStruct((2, 512, 512), bool), 1, {"segments": True}, id="run-time heads"),
         pytest.param("v5p", sl.Causal(), 1, {"heads": (4, 1), "segments": True}, id="MQA, segments"),
+        pytest.param(
+            "v6e", sl.Causal(), 1, {"heads": (4, 1), "order_ids": True}, id="MQA, order ids"
+        ),
         pytest.param("v5e", sl.Causal(), 1, {"chosen": (16, 64, 1, 4)}, id="16 together choose"),
         pytest.param("v6e", sl.Causal(), 1, {"chosen": (64, 16, 2, 4), "heads": (4, 2)}, id="64, by key head"),
         pytest.param("tpu7x", sl.Causal(), 1, {"chosen": (128, 512, 4, 1), "heads": (4, 2)}, id="128, by head"),

@@ -73,8 +73,8 @@ from .tiles import (
     apply_mask_bits,
     as_matrix,
     expect_tile,
-    load_ids,
     load_mask_words,
+    load_ids,
     load_span,
     scale_log2,
     tile_coordinates,
@@ -219,18 +219,15 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
 
 
 @gluon.jit
-def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_ids, lists, A: gl.constexpr, Q: gl.constexpr,
-                L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, M] of a partial entry to -inf where the mask, selection or ids exclude the pair."""
+def _apply_mask(scores, words, entry, q_tile_in_block, lists, A: gl.constexpr, L: gl.constexpr,
+                F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Sets scores [64, M] of a partial entry to -inf where mask words or the selection exclude the pair."""
     M: gl.constexpr = F.M
     scores = apply_mask_bits(scores, words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
     if L.GRANULARITY > 0:
         is_selected = (gl.load(lists.active_rows_mask + entry) >> (column // L.GRANULARITY)) & 1
         scores = gl.where((is_selected != 0)[None, :], scores, float("-inf"))
-    if A.NUM_IDS > 0:
-        row = gl.load(lists.entries + entry) * Q.BLOCK + column
-        scores = apply_ids(scores, load_ids(lists.q_ids, batch, row, Q, A), kv_ids, 1, A)
     return scores
 
 
@@ -284,6 +281,9 @@ def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffer
             mask_row = (gl.load(lists.mask_tiles + entry) + 1) * KV.BLOCK + FIRST_KEY
             mask_tile = lists.mask_bits + mask_row * WORDS + q_tile_in_block * (M // 32)
             words = load_mask_words(mask_tile, M, S_LAYOUT, WORDS)
+            if A.NUM_IDS > 0:
+                row = q_block * Q.BLOCK + q_tile_in_block * M
+                words = apply_ids(words, kv_ids, lists.q_ids, batch, row, Q, A, False)
         mbarrier.wait(ready.q.index(stage), step // F.STAGES & 1)
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
         scores = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
@@ -297,7 +297,7 @@ def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffer
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_ids, lists, A, Q, L, F, S_LAYOUT)
+            scores = _apply_mask(scores, words, entry, q_tile_in_block, lists, A, L, F, S_LAYOUT)
         p = recompute_p(scores, neg_lse, A)  # [64, M]
         # It is over, but a branch: ptxas would move the next wait before the exponentials.
         mbarrier.wait(ready.dout.index(stage), step // F.STAGES & 1)

@@ -70,8 +70,8 @@ from .tiles import (
     apply_mask_bits,
     as_matrix,
     expect_tile,
-    load_ids,
     load_mask_words,
+    load_ids,
     load_span,
     scale_log2,
     tile_coordinates,
@@ -248,12 +248,10 @@ def _apply_mask(scores, words, row_in_tile, step, batch, q_ids, lists, A: gl.con
         selected_by = gl.load(lists.active_rows_mask + step // STEPS_PER_BLOCK)
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
         words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
-    scores = apply_mask_bits(scores, words, F.N, LAYOUT, A)
     if A.NUM_IDS > 0:
         k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
-        column = k_row + gl.arange(0, F.N, layout=gl.SliceLayout(0, LAYOUT))
-        scores = apply_ids(scores, q_ids, load_ids(lists.kv_ids, batch, column, KV, A), 0, A)
-    return scores
+        words = apply_ids(words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
+    return apply_mask_bits(scores, words, F.N, LAYOUT, A)
 
 
 @gluon.jit

@@ -148,28 +148,6 @@ def load_span(spans, batch, head, block, L: gl.constexpr):
 
 
 @gluon.jit
-def load_ids(ids, batch, row, VIEW: gl.constexpr, A: gl.constexpr):
-    """Loads the `TokenIds` of rows, a vector; without ids, rows stand in for them."""
-    segment, order = row, row
-    ids += batch * (A.NUM_IDS * VIEW.ROWS)
-    if A.NUM_IDS > 0:
-        segment = gl.load(ids + row)
-    if A.NUM_IDS > 1:
-        order = gl.load(ids + VIEW.ROWS + row)
-    return TokenIds(segment, order)
-
-
-@gluon.jit
-def apply_ids(scores, q_ids, kv_ids, Q_AXIS: gl.constexpr, A: gl.constexpr):
-    """Sets scores to -inf where a key has another segment than the query, or a larger order id."""
-    KV_AXIS: gl.constexpr = 1 - Q_AXIS
-    allowed = gl.expand_dims(q_ids.segment, KV_AXIS) == gl.expand_dims(kv_ids.segment, Q_AXIS)
-    if A.NUM_IDS > 1:
-        allowed = allowed & (gl.expand_dims(kv_ids.order, Q_AXIS) <= gl.expand_dims(q_ids.order, KV_AXIS))
-    return gl.where(allowed, scores, float("-inf"))
-
-
-@gluon.jit
 def view_coordinate(row, VIEW: gl.constexpr, AXIS: gl.constexpr):
     """Coordinate on an axis of the view, for the first token of a tile that begins at a row."""
     coordinate = row * 0 - VIEW.AXES[AXIS][0]
@@ -239,6 +217,41 @@ def load_mask_words(tile, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl
     row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, L2))
     word = gl.arange(0, COLUMNS // 32, layout=gl.SliceLayout(0, L2))
     return gl.load(tile + row[:, None] * WORDS + word[None, :])
+
+
+@gluon.jit
+def load_ids(ids, batch, row, VIEW: gl.constexpr, A: gl.constexpr):
+    """Loads the `TokenIds` of rows; without ids, rows stand in for them."""
+    segment, order = row, row
+    ids += batch * (A.NUM_IDS * VIEW.ROWS)
+    if A.NUM_IDS > 0:
+        segment = gl.load(ids + row)
+    if A.NUM_IDS > 1:
+        order = gl.load(ids + VIEW.ROWS + row)
+    return TokenIds(segment, order)
+
+
+@gluon.jit
+def apply_ids(words, row_ids, ids, batch, first_column, VIEW: gl.constexpr, A: gl.constexpr,
+              ROWS_ARE_QUERIES: gl.constexpr):  # fmt: skip
+    """Clears the bits of mask words where a key has another segment than the query, or a larger order id.
+
+    ``row_ids`` are those of the 64 rows, and ``ids`` points to those of the columns. Words are ready before the scores,
+    beside which registers do not hold all ids.
+    """
+    L3: gl.constexpr = words.type.layout.parent  # of bits: [64, words, 32]
+    L2: gl.constexpr = gl.SliceLayout(0, L3)
+    ROWS: gl.constexpr = gl.SliceLayout(1, words.type.layout)
+    bit = gl.arange(0, 32, layout=gl.SliceLayout(0, L2))[None, :]
+    word = gl.arange(0, words.shape[1], layout=gl.SliceLayout(1, L2))[:, None]
+    column_ids = load_ids(ids, batch, first_column + word * 32 + bit, VIEW, A)  # [words, 32] each
+    row_segment = gl.convert_layout(row_ids.segment, ROWS)[:, None]
+    allowed = gl.expand_dims(row_segment, 2) == gl.expand_dims(column_ids.segment, 0)
+    if A.NUM_IDS > 1:
+        row_order = gl.expand_dims(gl.convert_layout(row_ids.order, ROWS)[:, None], 2)
+        column_order = gl.expand_dims(column_ids.order, 0)
+        allowed = allowed & (column_order <= row_order if ROWS_ARE_QUERIES else row_order <= column_order)
+    return words & gl.sum(gl.where(allowed, gl.expand_dims(1 << bit, 0), 0), 2)
 
 
 @gluon.jit
