@@ -92,6 +92,7 @@ def _segments(*lengths):
 
 DOCUMENTS = _segments(100, 130, 26)
 PADDED = np.where(np.arange(256) < 240, DOCUMENTS, -1).astype(np.int32)
+PREFIXES, LEVELS = cases._prefixes(256, 0, 150), cases._levels(2, 200, 256)
 LONGER = _segments(90, 250, 360)[:1]
 RNG = np.random.default_rng(0)
 FEW = jnp.asarray(RNG.random((2, 256, 200)) < 0.02)
@@ -107,6 +108,9 @@ CASES = [
     Case("nothing", sl.Causal() & sl.Columns(500, 400), 256),
     Case("documents", sl.Causal(), 256, segments=(DOCUMENTS, DOCUMENTS)),
     Case("padding", sl.Full(), 256, segments=(PADDED, PADDED), heads=(4, 2)),
+    Case("order-prefixes", sl.Full(), 256, order_ids=(PREFIXES, PREFIXES)),
+    Case("order-levels", sl.Window(90, 40), 200, 256, order_ids=LEVELS, sizes=(128, 128), heads=(2, 1), sinks=True),
+    Case("order-documents", sl.Full(), 256, segments=(DOCUMENTS, PADDED), order_ids=(PREFIXES, PREFIXES)),
     Case("sinks", sl.Window(40), 200, sinks=True, heads=(4, 2)),
     Case("soft-cap", sl.Causal(), 200, soft_cap=1.5, sinks=True),
     Case("scale-tiny", sl.Causal(), 140, scale=1e-31),
@@ -141,6 +145,7 @@ CASES = [
         700,
         batch=1,
         segments=(LONGER,) * 2,
+        order_ids=(cases._prefixes(700, 300),) * 2,
         fwd=(128, 512),
         bwd=(512, 128),
     ),

@@ -239,7 +239,7 @@ def apply_ids(words, row_ids, ids, batch, first_column, VIEW: gl.constexpr, A: g
     ``row_ids`` are those of the 64 rows, and ``ids`` points to those of the columns. Words are ready before the scores,
     beside which registers do not hold all ids.
     """
-    L3: gl.constexpr = words.type.layout.parent  # of bits: [64, words, 32]
+    L3: gl.constexpr = gl.expand_dims(words, 2).type.layout  # of bits: [64, words, 32]
     L2: gl.constexpr = gl.SliceLayout(0, L3)
     ROWS: gl.constexpr = gl.SliceLayout(1, words.type.layout)
     bit = gl.arange(0, 32, layout=gl.SliceLayout(0, L2))[None, :]
