@@ -117,11 +117,12 @@ def gradients(attention: Callable, q, k, v, dout, *operands) -> tuple[jax.Array,
 
 
 def op(mask: Any, seq_len: int, implementation: str | None) -> Callable:
-    """Our op under a plan, as a function of q, k, v and perhaps segment ids."""
+    """Our op under a plan, as a function of q, k, v, and perhaps segment ids and order ids."""
     plan = sl.make_plan(mask, seq_len, implementation=implementation)
 
-    def attend(q, k, v, ids=None):
-        return sl.block_sparse_attention(q, k, v, plan, segment_ids=ids, implementation=implementation)
+    def attend(q, k, v, ids=None, order=None):
+        options = {"segment_ids": ids, "order_ids": order, "implementation": implementation}
+        return sl.block_sparse_attention(q, k, v, plan, **options)
 
     return attend
 
@@ -152,8 +153,15 @@ def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
     return in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
 
 
-def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
-    """FlexAttention, compiled for this pattern alone."""
+def ours_by_order(pattern: Pattern, arrays: list[jax.Array], implementation: str | None, packed: bool) -> Contender:
+    """Our op with the order ids of the pattern's table [2, T], and if ``packed`` with its segment ids."""
+    batch, seq_len = arrays[0].shape[:2]
+    order, ids = (jnp.tile(x, (batch, 1)) for x in np.asarray(pattern.table))
+    return in_jax(op(sl.Full(), seq_len, implementation), arrays, ids if packed else None, order)
+
+
+def flex(pattern: Pattern, arrays: list[jax.Array], mask_each_call: bool = False) -> Contender:
+    """FlexAttention, compiled for this pattern alone; with ``mask_each_call``, the time has that of its block mask."""
     torch: Any = importlib.import_module("torch")
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
     torch.compiler.reset()  # or, after a few patterns, it silently computes dense attention
@@ -166,8 +174,13 @@ def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
     def mask_mod(batch, head, q_index, k_index):
         return rule(q_index, k_index, table)
 
-    make_mask = torch.compile(module.create_block_mask, dynamic=False)
-    block_mask = make_mask(mask_mod, None, None, seq_len, seq_len, device=device)
+    compiled_mask = torch.compile(module.create_block_mask, dynamic=False)
+    make_mask = functools.partial(compiled_mask, mask_mod, None, None, seq_len, seq_len, device=device)
+    made = make_mask()
+
+    def block_mask():
+        return make_mask() if mask_each_call else made
+
     grouped = functools.partial(module.flex_attention, enable_gqa=q.shape != k.shape)
     attention = torch.compile(grouped, dynamic=False, fullgraph=True)
     for x in (q, k, v):
@@ -175,10 +188,10 @@ def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
 
     def forward():
         with torch.no_grad():
-            return attention(q, k, v, block_mask=block_mask)
+            return attention(q, k, v, block_mask=block_mask())
 
     def forward_backward():
-        out = attention(q, k, v, block_mask=block_mask)
+        out = attention(q, k, v, block_mask=block_mask())
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     return Contender(

@@ -153,9 +153,7 @@ TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
         pytest.param("tpu7x", jax.ShapeDtypeStruct((512, 512), bool), 1, {}, id="run-time mask"),
         pytest.param("v5e", jax.ShapeDtypeStruct((2, 512, 512), bool), 1, {"segments": True}, id="run-time heads"),
         pytest.param("v5p", sl.Causal(), 1, {"heads": (4, 1), "segments": True}, id="MQA, segments"),
-        pytest.param(
-            "v6e", sl.Causal(), 1, {"heads": (4, 1), "order_ids": True}, id="MQA, order ids"
-        ),
+        pytest.param("v6e", sl.Causal(), 1, {"heads": (4, 1), "order_ids": True}, id="MQA, order ids"),
         pytest.param("v5e", sl.Causal(), 1, {"chosen": (16, 64, 1, 4)}, id="16 together choose"),
         pytest.param("v6e", sl.Causal(), 1, {"chosen": (64, 16, 2, 4), "heads": (4, 2)}, id="64, by key head"),
         pytest.param("tpu7x", sl.Causal(), 1, {"chosen": (128, 512, 4, 1), "heads": (4, 2)}, id="128, by head"),
