@@ -156,6 +156,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         mask: jax.Array | None = None,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
@@ -166,7 +167,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
           key, value: inputs for the same tokens, [..., T, any features]; key None for query, value None for key.
           mask: key padding, bool [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query without any key gets
             0, where ``hk.MultiHeadAttention`` gives the mean of all values.
-          segment_ids, selection, positions: see a call of `sparse_layers.SparseSelfAttention`.
+          segment_ids, order_ids, selection, positions: see a call of `sparse_layers.SparseSelfAttention`.
 
         Returns:
           [..., T, model_size].
@@ -174,7 +175,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         Raises:
           TypeError: an argument that is not an array, or a selection of another type.
           ValueError: inputs that are not floats, without a token axis or longer than seq_len; keys or values of another
-            sequence (cross-attention); a mask that differs by query or head; segment_ids whose shape is not that of the
+            sequence (cross-attention); a mask that differs by query or head; ids whose shape is not that of the
             tokens; a selection whose axes or blocks do not fit the query.
           NotImplementedError: the named implementation does not support the dtype.
         """
@@ -182,7 +183,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
         size = (0, *query.shape)[-1]
-        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, segment_ids, selection, positions=positions)
+        call_ids = {"positions": positions, "order_ids": order_ids}
+        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, segment_ids, selection, **call_ids)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
@@ -193,7 +195,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
                     "Linen have a SparseCrossAttention"
                 )
         ids = segment_ids if mask is None else ids_from_padding(mask, tokens, segment_ids)
-        return self._core(query).attend(query, key, value, ids, selection, positions)
+        return self._core(query).attend(query, key, value, ids, selection, positions, order_ids=order_ids)
 
     @hk.name_like("__call__")
     @strict_kwargs
@@ -394,6 +396,7 @@ class SparseTransformerBlock(hk.Module):
         x: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
@@ -402,7 +405,7 @@ class SparseTransformerBlock(hk.Module):
 
         Args:
           x: [..., T, features] with T <= seq_len.
-          segment_ids, selection, positions: see `SparseSelfAttention`.
+          segment_ids, order_ids, selection, positions: see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; needed with a dropout_rate only.
 
         Returns:
@@ -419,7 +422,8 @@ class SparseTransformerBlock(hk.Module):
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "
                 "whether to drop"
             )
-        options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
+        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        options = {**ids, "selection": selection, "positions": positions}
         apply = functools.partial(apply_block, self, deterministic=deterministic, call_options=options)
         return (hk.remat(apply) if self.remat else apply)(x)
 

@@ -75,6 +75,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         inputs: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         sow_weights: bool = False,
@@ -86,7 +87,8 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         Raises:
           ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
         """
-        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, positions)
+        options = {"positions": positions, "order_ids": order_ids}
+        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, **options)
 
     @strict_kwargs
     def prefill(
@@ -188,16 +190,23 @@ class _JointRMSNorm(nn.RMSNorm):
 
 
 def _attend(
-    layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selection: Any, sow_weights: bool, positions: Any = None
+    layer: Any,
+    inputs: dict[str, jax.Array],
+    segment_ids: Any,
+    selection: Any,
+    sow_weights: bool,
+    positions: Any = None,
+    order_ids: Any = None,
 ) -> jax.Array:
     """Applies a self-attention or cross-attention layer to one or two inputs, that of queries first."""
     for letter, (name, x) in zip("TS", inputs.items(), strict=False):
         check_array(name, x, f"[..., {letter}, features]")
     sizes = [(0, *x.shape)[-1] for x in inputs.values()]
-    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights, positions)
+    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights, positions, order_ids)
     of_queries, of_keys = (list(inputs.values())[i] for i in (0, -1))
     losses = [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None
-    out = layer._core(of_queries).attend(of_queries, of_keys, of_keys, segment_ids, selection, positions, losses)
+    options = segment_ids, selection, positions, losses, order_ids
+    out = layer._core(of_queries).attend(of_queries, of_keys, of_keys, *options)
     if losses:
         layer.sow("losses", "index", losses[0])
     return out
@@ -253,6 +262,7 @@ class SparseCrossAttention(PatternSettings):
         inputs_kv: jax.Array,
         *,
         segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        order_ids: tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
@@ -264,7 +274,7 @@ class SparseCrossAttention(PatternSettings):
           ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
-        return _attend(self, inputs, segment_ids, selection, sow_weights)
+        return _attend(self, inputs, segment_ids, selection, sow_weights, order_ids=order_ids)
 
     @nn.compact
     def _core(self, inputs: jax.Array) -> AttentionCore:

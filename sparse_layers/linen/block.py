@@ -142,6 +142,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         x: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
@@ -149,7 +150,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         """Applies the block to x [..., T, features], and returns an array like x.
 
         Args:
-          x, segment_ids, selection, positions: see a call of `sparse_layers.SparseTransformerBlock`.
+          x, segment_ids, order_ids, selection, positions: see a call of `sparse_layers.SparseTransformerBlock`.
           deterministic: True switches dropout off, False on; None for the module's attribute.
 
         Raises:
@@ -158,7 +159,8 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         check_block_input(self.features, x, deterministic)
         # Flax's layer needs the flag even without dropout.
         deterministic = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
+        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        options = {**ids, "selection": selection, "positions": positions}
         return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 
     @strict_kwargs

@@ -93,6 +93,7 @@ class NativeSparseAttention(SelfAttentionSettings):
         inputs: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
@@ -100,7 +101,7 @@ class NativeSparseAttention(SelfAttentionSettings):
 
         A call of `sparse_layers.NativeSparseAttention` documents arguments and errors.
         """
-        return self._core(inputs).attend(inputs, segment_ids, selection, positions)
+        return self._core(inputs).attend(inputs, segment_ids, selection, positions, order_ids)
 
     @strict_kwargs
     def prefill(

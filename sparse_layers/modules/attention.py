@@ -177,6 +177,7 @@ class SparseSelfAttention(SparseAttention):
         inputs: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         sow_weights: bool = False,
@@ -190,6 +191,8 @@ class SparseSelfAttention(SparseAttention):
           inputs: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
           segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
             padding, which attends to nothing.
+          order_ids: int [..., T]; a token sees those whose id is at most its own, within the pattern and segment. So
+            prefixes, spans and blocks may differ by batch entry: see `prefix_order`, `span_order` and `block_order`.
           selection: the key blocks of each query within the pattern, selected at run time: a `Selection` with the
             leading axes of the inputs.
           positions: int [..., T] or [T], the positions for `Rope`; None for 0, 1, ... They differ from these in packed
@@ -203,17 +206,17 @@ class SparseSelfAttention(SparseAttention):
           [..., T, out_features] in the layer's dtype.
 
         Raises:
-          ValueError: inputs that are not floats, are longer than seq_len or have another shape; segment_ids or
-            positions whose shape is not that of the tokens; a selection whose axes or blocks do not fit the inputs;
+          ValueError: inputs that are not floats, are longer than seq_len or have another shape; ids or positions
+            whose shape is not that of the tokens; a selection whose axes or blocks do not fit the inputs;
             sow_weights=True (the probabilities are never formed).
           TypeError: an argument that is not an array, or a selection of another type.
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
-        options = segment_ids, selection, sow_weights, positions
+        options = segment_ids, selection, sow_weights, positions, order_ids
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *options)
         index = self._core.index(inputs, None if self.deterministic else [])
-        call_inputs = CallInputs(segment_ids, self._sinks, selection, index, positions)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection, index, positions, order_ids)
         out = super().__call__(
             inputs,
             mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
@@ -242,6 +245,8 @@ class SparseSelfAttention(SparseAttention):
           start: an int, the number of tokens in previous chunks, 0 by default.
           total: an int, the number of tokens in all chunks; None for start + T. Only ``dense_below`` of a scorer
             reads it.
+          order_ids: int [B, T], as in a call, for whole prompts. The pattern need not be causal then: prompts see what
+            the ids allow, and each new token sees what the pattern allows of the tokens before it.
 
         Returns:
           (out [B, T, out_features] as of a call, the cache). The output of padding is undefined. A sequence that
@@ -249,10 +254,11 @@ class SparseSelfAttention(SparseAttention):
 
         Raises:
           ValueError: see a call; inputs that are not [B, T, F]; lengths (outside of jit) outside of 0..start + T; a
-            pattern that is not causal; a start or total that does not fit; the cache of another layer.
+            pattern that is not causal, without order_ids; a start or total that does not fit; the cache of another
+            layer.
           TypeError: see a call; a cache of another type.
-          NotImplementedError: a scorer, or a selection in a chunk, where the pattern's cache does not keep all keys,
-            see `KVCache.attend`.
+          NotImplementedError: order_ids for a chunk; a scorer, or a selection in a chunk, where the pattern's cache
+            does not keep all keys, see `KVCache.attend`.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparse_layers as sl

@@ -66,6 +66,11 @@ class AttentionFn:
     query_sharding: jax.sharding.PartitionSpec | None = None
     selection: Scorer | None = None
 
+    @property
+    def causal_masks(self) -> tuple[Mask, ...]:
+        """The masks, without the keys after each query."""
+        return tuple(mask if is_causal(mask, self.seq_len) else mask & Causal() for mask in self.masks)
+
     def plan(
         self,
         q_len: int,
@@ -83,11 +88,8 @@ class AttentionFn:
           causal: True also hides keys after the query.
           dtype, head_size: those of the arrays, where they decide the implementation.
         """
-        masks = self.masks
-        if causal:
-            masks = tuple(mask if is_causal(mask, q_len) else mask & Causal() for mask in masks)
         return make_plan(
-            masks,
+            self.causal_masks if causal else self.masks,
             q_len,
             kv_len,
             fwd_params=self.fwd_params,
@@ -102,6 +104,7 @@ class AttentionFn:
         value: jax.Array,
         *,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        order_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
         sinks: jax.Array | None = None,
         index: IndexProjections | None = None,
@@ -111,7 +114,7 @@ class AttentionFn:
 
         Args:
           query, key, value: as in `block_sparse_attention`, of one dtype, with equal leading axes.
-          segment_ids: int [..., T] for self-attention, or a pair of arrays for queries and keys.
+          segment_ids, order_ids: int [..., T] for self-attention, or a pair of arrays for queries and keys.
           selection: the key blocks of each query, with the leading axes of query; None for the selection of the
             function's own scorer, if it has one.
           sinks: [N] logits.
@@ -124,7 +127,8 @@ class AttentionFn:
         batch = query.shape[:-3]
         rows = math.prod(batch)  # not -1: a batch may be empty
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
-        segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), segment_ids)
+        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), ids)
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
         self._check_selection(selection)
         if self.selection is not None:
@@ -135,11 +139,11 @@ class AttentionFn:
                     "must be given to one of these"
                 )
             scored = (query, key) if index is None else index.arrays(rows)
-            selection = select_blocks(self.selection, *scored, segment_ids, **shared)
+            selection = select_blocks(self.selection, *scored, **ids, **shared)
         size = max(query.shape[-1], value.shape[-1])
         plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype, head_size=size)
         options: dict[str, Any] = {
-            "segment_ids": segment_ids,
+            **ids,
             "selection": selection,
             "logits_soft_cap": self.logits_soft_cap,
             "implementation": self.implementation,
@@ -229,6 +233,7 @@ class AttentionFn:
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
         segment_ids: jax.Array | np.ndarray | None = None,
+        order_ids: jax.Array | np.ndarray | None = None,
     ) -> jax.Array:
         """Applies attention over the pattern, with the arguments of `flax.nnx.dot_product_attention` and Linen's.
 
@@ -240,7 +245,7 @@ class AttentionFn:
             False (or 0) are hidden. A query that is left without any key gets 0.
           dtype: of the computation; None for that of the arrays together.
           is_causal: True also hides keys after the query.
-          segment_ids: int [..., T], see `block_sparse_attention`.
+          segment_ids, order_ids: int [..., T], see `block_sparse_attention`.
           deterministic, dropout_rate: one of them must switch dropout off.
           broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax: without effect: nothing is dropped, and
             logits, softmax and sums are float32 at least.
@@ -283,15 +288,16 @@ class AttentionFn:
         check_settings(is_causal=is_causal, dtype=dtype)
         self._check_arrays(query, key, value)
         warn_of_heads("attention_fn", query.shape, key.shape[-3:-1], self.seq_len)
-        ids: Any = segment_ids
-        if ids is not None:
-            check_array("segment_ids", ids, "[..., T]")
-            if ids.shape != query.shape[:-2]:
-                raise ValueError(f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
+        for name, ids in (("segment_ids", segment_ids), ("order_ids", order_ids)):
+            if ids is not None:
+                check_array(name, ids, "[..., T]")
+                if ids.shape != query.shape[:-2]:
+                    raise ValueError(f"{name} must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-        ids = ids if mask is None else ids_from_padding(mask, query.shape[:-2], ids)
-        return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
+        segments: Any = segment_ids if mask is None else ids_from_padding(mask, query.shape[:-2], segment_ids)
+        order: Any = order_ids
+        return self.attend(query, key, value, segment_ids=segments, order_ids=order, causal=is_causal)
 
     def _check_arrays(self, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         """Refuses arrays of wrong shapes, or with more than ``seq_len`` tokens."""

@@ -194,6 +194,7 @@ class SparseTransformerBlock(nnx.Module):
         x: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
@@ -202,7 +203,7 @@ class SparseTransformerBlock(nnx.Module):
 
         Args:
           x: [..., T, features] with T <= seq_len.
-          segment_ids, selection, positions: see `SparseSelfAttention`.
+          segment_ids, order_ids, selection, positions: see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; None follows ``train()`` and ``eval()`` (initially on).
 
         Returns:
@@ -213,7 +214,8 @@ class SparseTransformerBlock(nnx.Module):
           TypeError: an argument that is not an array.
         """
         check_block_input(self.features, x, deterministic)
-        options = {"segment_ids": segment_ids, "selection": selection, "positions": positions}
+        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        options = {**ids, "selection": selection, "positions": positions}
         return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 
     @strict_kwargs

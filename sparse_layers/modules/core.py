@@ -59,10 +59,12 @@ class AttentionCore:
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         losses: list[jax.Array] | None = None,
+        order_ids: Any = None,
     ) -> jax.Array:
         """Applies the layer to checked inputs; ``losses`` receives the loss of a scorer's index."""
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
-        call_inputs = CallInputs(segment_ids, self.sinks, selection, self.index(inputs_q, losses), positions)
+        index = self.index(inputs_q, losses)
+        call_inputs = CallInputs(segment_ids, self.sinks, selection, index, positions, order_ids)
         return self.out(self.step(query, key, value, mask=call_inputs, dtype=self.dtype))
 
     def prefill(
@@ -76,11 +78,18 @@ class AttentionCore:
         cache: KVCache | None = None,
         start: int = 0,
         total: int | None = None,
+        order_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Applies self-attention to prompts; `SparseSelfAttention.prefill` documents the arguments."""
-        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection, positions=positions)
+        ids = {"positions": positions, "order_ids": order_ids}
+        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection, **ids)
         fn, length = self.step.fn, inputs.shape[-2]
         start, total = checked_chunk(start, length, total, fn.seq_len)
+        if order_ids is not None and length != total:
+            raise NotImplementedError(
+                f"order_ids need whole prompts in one call of prefill, got a chunk of {length} of total={total} tokens "
+                f"from start={start}: leave start, total and chunk out"
+            )
         inputs, lengths = checked_prompts(inputs, lengths, start)
         if start or cache is not None:
             check_cache(cache, KVCache, self._cache_attributes | {"batch": len(inputs)})
@@ -93,10 +102,17 @@ class AttentionCore:
         heads, index = self._rotated(inputs, positions)
         _, key, value = heads
         index_key = None if index is None else index.key
-        previous = cache or self._empty_cache(key, index_key, max_step)
+        # With order ids, prompts may look ahead, and steps see the tokens before them.
+        masks = fn.masks if order_ids is None else fn.causal_masks
+        previous = cache or self._empty_cache(masks, key, index_key, max_step)
         filled = previous.filled(key, value, lengths, index_key=index_key, start=start)
         operands: dict[str, Any] = {"sinks": self.sinks, "selection": selection, "index": index}
         if length == total:
+            if order_ids is not None:  # queries may look ahead, but not at padding
+                operands |= {
+                    "order_ids": order_ids,
+                    "segment_ids": -(jnp.arange(length) >= lengths[:, None]).astype(int),
+                }
             out = fn.attend(*heads, **operands)
         else:
             # Attention reads the returned cache. Without this barrier XLA would fill a second one for it.
@@ -158,10 +174,10 @@ class AttentionCore:
         index = self.index(inputs)
         return heads, None if index is None else self.step.apply_rope_to_index(index, self.dtype, positions)
 
-    def _empty_cache(self, key: jax.Array, index_key: jax.Array | None, max_step: int) -> KVCache:
+    def _empty_cache(self, masks: Any, key: jax.Array, index_key: jax.Array | None, max_step: int) -> KVCache:
         fn = self.step.fn
         return KVCache.empty(
-            fn.masks,
+            masks,
             fn.seq_len,
             selection=fn.selection,
             batch=len(key),
@@ -178,4 +194,4 @@ class AttentionCore:
     def _cache_attributes(self) -> dict[str, Any]:
         """The attributes that a cache of this layer has."""
         fn, heads = self.step.fn, {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return {"masks": fn.masks, "selection": fn.selection, "seq_len": fn.seq_len} | heads
+        return {"masks": fn.causal_masks, "selection": fn.selection, "seq_len": fn.seq_len} | heads

@@ -98,6 +98,7 @@ class SparseCrossAttention(SparseAttention):
         inputs_kv: jax.Array,
         *,
         segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        order_ids: tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
         sow_weights: bool = False,
         out_sharding: Any = None,
@@ -110,6 +111,7 @@ class SparseCrossAttention(SparseAttention):
           inputs_kv: [..., S, in_kv_features] with S <= kv_len and the same leading axes.
           segment_ids: a pair, int [..., T] of queries and int [..., S] of keys; queries attend to keys of their own id
             only. Negative ids are padding: such queries attend to nothing, and nothing attends to such keys.
+          order_ids: a pair, likewise; queries see keys whose id is at most their own, within the pattern and segments.
           selection: the key blocks of each query within the pattern, selected at run time: a `Selection` with the
             leading axes of the inputs.
           sow_weights: must be False, see Raises.
@@ -119,15 +121,15 @@ class SparseCrossAttention(SparseAttention):
           [..., T, out_features] in the layer's dtype. A query without any key gets the output bias.
 
         Raises:
-          ValueError: inputs that are not floats, are longer than q_len or kv_len, or have another shape; segment_ids
+          ValueError: inputs that are not floats, are longer than q_len or kv_len, or have another shape; ids
             whose shape is not that of the tokens; a selection whose axes or blocks do not fit the inputs;
             sow_weights=True (the probabilities are never formed).
-          TypeError: an input that is not an array; segment_ids that are not a pair; a selection of another type.
+          TypeError: an input that is not an array; ids that are not a pair; a selection of another type.
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         features = [self.in_features, self.in_kv_features]
-        check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights)
-        call_inputs = CallInputs(segment_ids, self._sinks, selection)
+        check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights, order_ids=order_ids)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection, order_ids=order_ids)
         return super().__call__(
             inputs_q,
             inputs_kv,

@@ -164,6 +164,7 @@ class NativeSparseAttention(nnx.Module):
         inputs: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
@@ -174,6 +175,7 @@ class NativeSparseAttention(nnx.Module):
           segment_ids: int [..., T]; tokens attend within their own id only (packed documents), and to windows of one
             document only. For the selection each document should be contiguous, see `Scorer`. Negative ids are
             padding, which attends to nothing.
+          order_ids: must be None, as this layer is causal.
           selection: the key blocks of the selected branch, with the leading axes of the inputs; None for the selection
             of `NSA`.
           positions: int [..., T] or [T], see `SparseSelfAttention`.
@@ -183,8 +185,9 @@ class NativeSparseAttention(nnx.Module):
 
         Raises:
           ValueError, TypeError: see `SparseSelfAttention`.
+          NotImplementedError: order_ids.
         """
-        return self._core.attend(inputs, segment_ids, selection, positions)
+        return self._core.attend(inputs, segment_ids, selection, positions, order_ids)
 
     @strict_kwargs
     def prefill(

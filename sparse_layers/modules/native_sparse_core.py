@@ -135,8 +135,10 @@ class NativeSparseCore:
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        order_ids: None = None,
     ) -> jax.Array:
         """Applies the layer; `NativeSparseAttention.__call__` documents the arguments."""
+        _refuse_order_ids(order_ids)
         options = segment_ids, selection, False, positions
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, *options)
         *batch, length, _ = inputs.shape
@@ -160,6 +162,7 @@ class NativeSparseCore:
                 "NativeSparseAttention reads prompts as a whole, so chunk must be left out, got a chunk of "
                 f"{inputs.shape[-2]} of total={total} tokens"
             )
+        _refuse_order_ids(options.pop("order_ids", None))
         _refuse_options(**options)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *keys_and_values = self._forward(inputs, None, selection)
@@ -233,6 +236,14 @@ class NativeSparseCore:
         ids, (size, stride) = self._pad_to_window(ids), self.pattern.window
         ids_in_windows = ids[:, np.arange(self.pattern.windows(ids.shape[1]))[:, None] * stride + np.arange(size)]
         return jnp.where((ids_in_windows == ids_in_windows[..., :1]).all(-1), ids_in_windows[..., 0], -1)
+
+
+def _refuse_order_ids(order_ids: Any) -> None:
+    if order_ids is not None:
+        raise NotImplementedError(
+            "NativeSparseAttention is causal, and compresses windows of consecutive keys: order_ids must be left out; "
+            "SparseSelfAttention takes them"
+        )
 
 
 def _refuse_options(**options: Any) -> None:

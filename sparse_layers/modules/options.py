@@ -143,3 +143,4 @@ class PrefillOptions(StepOptions, total=False):
     cache: Any
     start: int
     total: int | None
+    order_ids: jax.Array | None

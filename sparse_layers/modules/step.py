@@ -29,6 +29,7 @@ class CallInputs(NamedTuple):
     selection: Selection | None = None
     index: IndexProjections | None = None
     positions: jax.Array | None = None
+    order_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +46,12 @@ class AttentionStep:
 
     def __call__(self, query, key, value, *, mask: CallInputs, dtype=None, **_):
         # The layer refuses or never sets the other arguments that Flax passes (dropout, is_causal, precision).
-        ids, sinks, selection, index, positions = mask
+        options = mask._asdict()
+        positions, index = options.pop("positions"), mask.index
         if index is not None:
-            index = self.apply_rope_to_index(index, dtype, positions)
+            options["index"] = self.apply_rope_to_index(index, dtype, positions)
         query, key, value = self.apply_rope(query, key, value, dtype, positions)
-        return self.fn.attend(query, key, value, segment_ids=ids, sinks=sinks, selection=selection, index=index)
+        return self.fn.attend(query, key, value, **options)
 
     def apply_rope_to_index(self, index: IndexProjections, dtype, positions=None) -> IndexProjections:
         """Returns the index with rotated query and key."""
@@ -132,6 +134,7 @@ def check_inputs(
     selection: Selection | None = None,
     sow_weights: bool = False,
     positions: Any = None,
+    order_ids: Any = None,
 ) -> None:
     """Refuses wrong inputs of a layer of any library.
 
@@ -139,7 +142,7 @@ def check_inputs(
       inputs: one array by argument name, or two: of queries and of keys.
       features: the last axis of each.
       lengths: the longest length of each, see `attention_step`.
-      segment_ids, selection, sow_weights, positions: see `SparseSelfAttention.__call__`, and
+      segment_ids, selection, sow_weights, positions, order_ids: see `SparseSelfAttention.__call__`, and
         `SparseCrossAttention.__call__`.
     """
     if sow_weights:
@@ -169,16 +172,9 @@ def check_inputs(
             raise ValueError(
                 f"{name} must have the leading axes of {query_name}, {query.shape[:-2]}, got shape {x.shape}"
             )
-    if segment_ids is not None:
-        if key_inputs and not (isinstance(segment_ids, tuple) and len(segment_ids) == 2):
-            raise TypeError(f"segment_ids must be a pair (of queries, of keys) of arrays, got {one_line(segment_ids)}")
-        names = ("segment_ids of queries", "segment_ids of keys") if key_inputs else ("segment_ids",)
-        arrays: tuple[Any, ...] = segment_ids if key_inputs else (segment_ids,)
-        for name, ids, x in zip(names, arrays, inputs.values(), strict=True):
-            check_array(name, ids, "[..., T]")
-            if ids.shape != x.shape[:-1]:
-                hint = transposed_hint(ids.shape, x.shape[:-1])
-                raise ValueError(f"{name} must have one id a token, {x.shape[:-1]}, got shape {ids.shape}{hint}")
+    for name, ids in (("segment_ids", segment_ids), ("order_ids", order_ids)):
+        if ids is not None:
+            check_ids(name, ids, [x.shape[:-1] for x in inputs.values()])
     if positions is not None:
         check_positions(positions, query.shape[:-1])
     if selection is not None:
@@ -189,6 +185,20 @@ def check_inputs(
                 f"selection: ids must have the leading axes of {query_name}, {query.shape[:-2]}, and then rows, heads "
                 f"and blocks, got shape {selection.ids.shape}"
             )
+
+
+def check_ids(name: str, ids: Any, tokens: list[tuple[int, ...]]) -> None:
+    """Refuses ids that are not one for each of the tokens, of queries alone or of queries and keys."""
+    names, arrays = [name], [ids]
+    if len(tokens) > 1:
+        if not (isinstance(ids, tuple) and len(ids) == 2):
+            raise TypeError(f"{name} must be a pair (of queries, of keys) of arrays, got {one_line(ids)}")
+        names, arrays = [f"{name} of queries", f"{name} of keys"], list(ids)
+    for name, array, shape in zip(names, arrays, tokens, strict=True):
+        check_array(name, array, "[..., T]")
+        if array.shape != shape:
+            hint = transposed_hint(array.shape, shape)
+            raise ValueError(f"{name} must have one id a token, {shape}, got shape {array.shape}{hint}")
 
 
 def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:

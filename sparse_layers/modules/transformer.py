@@ -26,7 +26,7 @@ from .embedding import Embed
 from .options import BlockOptions
 from .rope import Rope, resolve_rope
 from .settings import check_array, check_order, check_settings, check_stream, with_checked_settings
-from .step import check_positions
+from .step import check_ids, check_positions
 
 
 def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
@@ -256,6 +256,7 @@ class SparseTransformer(nnx.Module):
         tokens: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        order_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
@@ -263,7 +264,7 @@ class SparseTransformer(nnx.Module):
 
         Args:
           tokens: int [..., T] in 0..V-1 with T <= seq_len.
-          segment_ids: int [..., T], see `SparseSelfAttention`. They do not change positions.
+          segment_ids, order_ids: int [..., T], see `SparseSelfAttention`. They do not change positions.
           positions: int [..., T] or [T], the positions for `Rope` and for learned tables; None for 0, 1, ... Learned
             tables have rows 0..seq_len - 1, and other positions give NaN. The patterns always count from the first
             token of the input.
@@ -274,7 +275,7 @@ class SparseTransformer(nnx.Module):
 
         Raises:
           ValueError: tokens that are not integers, more than seq_len of them, or numpy's outside of JAX's integers
-            (int32); segment_ids or positions of another shape, or positions that are not integers.
+            (int32); ids or positions of another shape, or positions that are not integers.
           TypeError: an argument that is not an array.
         """
         self._check_tokens(tokens, "[..., T]")
@@ -282,10 +283,11 @@ class SparseTransformer(nnx.Module):
             check_positions(positions, tokens.shape)
         x = self._constrain(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
 
+        options: Any = {"segment_ids": segment_ids, "order_ids": order_ids, "positions": positions}
+
         def apply_blocks(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
-                out = block(x, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
-                x = self._constrain(out)
+                x = self._constrain(block(x, deterministic=deterministic, **options))
             return x
 
         if self.scan_layers:
@@ -313,6 +315,7 @@ class SparseTransformer(nnx.Module):
         caches: Sequence[KVCache] | None = None,
         start: int = 0,
         total: int | None = None,
+        order_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[KVCache, ...]]:
         """Reads prompts, or a chunk of them, and returns the next logits and the caches for decoding. No dropout.
 
@@ -323,7 +326,7 @@ class SparseTransformer(nnx.Module):
             instead of T tokens; caches, and the keys and values of one layer, stay. Programs grow with the number of
             chunks. The result is the same. Call it under `jax.jit`; a program with chunks has no gradients.
           positions: int [B, T] or [T], as in a call; None for start, start + 1, ... The caches do not depend on them.
-          max_step, start, total: as in `SparseSelfAttention.prefill`.
+          max_step, start, total, order_ids: as in `SparseSelfAttention.prefill`.
           caches: the caches of the previous chunk; None for the first chunk. Donated to `jax.jit`
             (``donate_argnames``), they are updated in place.
 
@@ -334,7 +337,7 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError, TypeError: see `SparseSelfAttention.prefill`; a chunk that is not an integer >= 1; caches that are
             not one for each layer.
-          NotImplementedError: chunks or positions for `NSA`.
+          NotImplementedError: chunks, positions or order_ids for `NSA`; chunks with order_ids.
         """
         self._check_tokens(tokens, "[B, T]", 2)
         start, total = checked_chunk(start, tokens.shape[1], total, self.seq_len)
@@ -349,6 +352,8 @@ class SparseTransformer(nnx.Module):
         self._check_caches(previous)
         if positions is not None:
             check_positions(positions, tokens.shape)
+        if order_ids is not None:
+            check_ids("order_ids", order_ids, [tokens.shape])
         blocks = self.layers
 
         def read(begin: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
@@ -359,6 +364,7 @@ class SparseTransformer(nnx.Module):
             x = self._embed(tokens[:, chunk_slice], token_positions)
             lengths_so_far, new_caches = jnp.minimum(lengths, begin + x.shape[1]), []
             options: Any = {"positions": chunk_positions, "start": begin, "total": total, "max_step": max_step}
+            options |= {} if order_ids is None else {"order_ids": order_ids[:, chunk_slice]}
             for block, cache in zip(blocks, caches, strict=True):
                 x, cache = block.prefill(x, lengths_so_far, cache=cache, **options)
                 new_caches.append(cache)

@@ -20,6 +20,7 @@ def select_blocks(
     query: jax.Array,
     key: jax.Array,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    order_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: float | None = None,
     query_sharding: jax.sharding.PartitionSpec | None = None,
@@ -32,11 +33,13 @@ def select_blocks(
 
     def ids(shard: sharding.Shard | None, operands: Operands) -> jax.Array:
         query, key, scored = operands[:3]
-        heads, scored, segments, first = query.shape[2], None if pooled is None else scored, operands.segments, None
+        heads, scored, first = query.shape[2], None if pooled is None else scored, None
+        pairs = operands.segments, operands.order_ids
         if shard is not None and shard.sequence is not None:
             first = shard.sequence.first_token
-            key, segments = jax.tree.map(shard.sequence.all_gather, (key, segments))
-        select = functools.partial(scorer.select_blocks, segments=segments, scale=scale, first=first)
+            key, pairs = jax.tree.map(shard.sequence.all_gather, (key, pairs))
+        segments, orders = pairs
+        select = functools.partial(scorer.select_blocks, segments=segments, order_ids=orders, scale=scale, first=first)
         if shard is None or shard.splits_kv_heads:
             return select(query, key, pooled=scored).ids
         kv_heads = shard.local_kv_heads()
@@ -48,9 +51,9 @@ def select_blocks(
         block_ids = select(query, key, pooled=scored).ids
         return jnp.repeat(block_ids, heads // block_ids.shape[2], axis=2)
 
-    segments = segment_ids if segment_ids is None or isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    segments, orders = (x if x is None or isinstance(x, tuple) else (x, x) for x in (segment_ids, order_ids))
     if pooled is not None and query_sharding is not None:  # devices cannot split windows as they split tokens
         query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
     arrays = jax.lax.stop_gradient((query, key, key if pooled is None else pooled))
-    operands = Operands(*arrays, segments=segments)
+    operands = Operands(*arrays, segments=segments, order_ids=orders)
     return Selection(sharding.over_known_axes(ids, operands, query_sharding), block=scorer.block)

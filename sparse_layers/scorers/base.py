@@ -18,6 +18,7 @@ from ..ops.kernels.validation import (
     checked_array,
     checked_numbers,
     checked_scalars,
+    checked_visibility,
     describe_value,
 )
 from ..ops.planning.platforms import has_local_arrays, implementation_order, platform
@@ -215,6 +216,7 @@ class Scorer(abc.ABC):
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         scale: float | None = None,
         *,
+        order_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         pooled: jax.Array | None = None,
         first: jax.Array | int | None = None,
     ) -> Selection:
@@ -225,9 +227,11 @@ class Scorer(abc.ABC):
           key: [B, T, K, H], in the dtype of query.
           segment_ids: int [B, T], or a pair for queries and keys, as of `block_sparse_attention`.
           scale: as there.
+          order_ids: likewise. Blocks whose keys all have larger ids than the query are not selected. They never make a
+            later block selectable.
           pooled: [B, windows, K, H], windows that a layer has pooled; None for `pool`.
-          first: position of the first query, if query holds T' consecutive queries of the sequence. Segment ids are
-            those of the whole sequence.
+          first: position of the first query, if query holds T' consecutive queries of the sequence. Ids are those
+            of the whole sequence.
 
         Returns:
           A `Selection` of ids [B, T, N or K, count], or [B, T', ...].
@@ -259,15 +263,16 @@ class Scorer(abc.ABC):
                 "value goes to attention alone: write "
                 "sl.block_sparse_attention(q, k, v, mask, selection=scorer.select(q, k))"
             )
-        segments = checked_segments(segment_ids, batch, (tokens[1], tokens[1]), query.shape[-2])
+        ids = checked_visibility(segment_ids, order_ids, batch, (tokens[1], tokens[1]), query.shape[-2])
+        options = {"segments": ids[0], "order_ids": ids[1], "scale": scale, "first": first}
         if pooled is not None:
             shape = (*batch, self.windows(tokens[1]), *key.shape[-2:])
             rule = f"floats of shape {shape}, of the windows of {self.window[0]} keys in {tokens[1]}"
             pooled = jnp.asarray(checked_numbers("pooled", pooled, shape, jnp.floating, rule))
         if not unbatched:
-            return self.select_blocks(query, key, segments, scale, pooled=pooled, first=first)
+            return self.select_blocks(query, key, pooled=pooled, **options)
         pooled = None if pooled is None else pooled[None]
-        selection = self.select_blocks(query[None], key[None], segments, scale, pooled=pooled, first=first)
+        selection = self.select_blocks(query[None], key[None], pooled=pooled, **options)
         return Selection(selection.ids[0], block=self.block)
 
     def select_blocks(
@@ -277,10 +282,11 @@ class Scorer(abc.ABC):
         segments: tuple[jax.Array, jax.Array] | None = None,
         scale: float | None = None,
         *,
+        order_ids: tuple[jax.Array, jax.Array] | None = None,
         pooled: jax.Array | None = None,
         first: jax.Array | int | None = None,
     ) -> Selection:
-        """Computes `select` without its checks, for a batch; ``segments`` are int [B, T] of queries and keys, or None.
+        """Computes `select` without its checks, for a batch; ids are int [B, T] of queries and of keys, or None.
 
         Of a key, only the length counts if there is ``pooled``.
         """
@@ -299,9 +305,13 @@ class Scorer(abc.ABC):
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
         blocks, groups = -(-length // self.block), heads if self.per_query_head else kv_heads
         fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
+        limits, q_order = None, start
+        if order_ids is not None:
+            q_order, limits = order_ids[0], self._least_orders(order_ids[1], segments, pooled.shape[1])
+            fused = False  # kernels know positions alone
         if first is not None:  # queries behind the last token get its position
             position = jnp.minimum(position + first, length - 1)
-            start = jnp.take(start, position, axis=1)
+            start, q_order = (jnp.take(x, position, axis=1) for x in (start, q_order))
         elif fused and half and self.formula is score.Formula.PRODUCT:
             return Selection(choose.select_by_products(self._rule, query, pooled, start), block=self.block)
         score_kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
@@ -310,9 +320,10 @@ class Scorer(abc.ABC):
 
         def select_chunk(number: jax.Array, ids: jax.Array) -> jax.Array:
             begin = jnp.minimum(number * rows, num_queries - rows)  # the last chunk overlaps the one before
-            chunk = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in (query, position[None], start))
-            q_rows, positions, starts = chunk
-            chunk_ids = self.select_rows(q_rows, pooled, positions, starts, length, scale, fused)
+            by_query = query, position[None], start, q_order
+            q_rows, *places, orders = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in by_query)
+            order_limits = None if limits is None else (orders, *limits)
+            chunk_ids = self.select_rows(q_rows, pooled, *places, length, scale, fused, order_limits)
             return jax.lax.dynamic_update_slice_in_dim(ids, chunk_ids, begin, axis=1)
 
         ids = jnp.zeros((batch, num_queries, groups, self.count), jnp.int32)
@@ -330,6 +341,7 @@ class Scorer(abc.ABC):
         length: int,
         scale: float | None,
         fused: bool = False,
+        order_limits: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """Selects key blocks for R queries: returns ids [B, R, G, count].
 
@@ -340,6 +352,8 @@ class Scorer(abc.ABC):
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
           fused: True if a kernel selects, and one computes the scores if it knows the formula.
+          order_limits: order ids of the queries [B, R], and the least ones that see all of each window [B, W] and a key
+            of each block [B, blocks]; or None.
         """
         blocks, (size, stride), places = -(-length // self.block), self.window, (position, start)
         begin = (jnp.arange(pooled.shape[1]) * stride)[None, None]
@@ -349,6 +363,8 @@ class Scorer(abc.ABC):
             scores = score.score_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
             seen = (begin + size - 1 <= position) & (begin >= start)
+            if order_limits is not None:
+                seen = seen & (order_limits[1][:, None] <= order_limits[0][..., None])
             scores = self.scores(query, pooled, seen, factor)[..., :blocks]
         heads = (query if self.per_query_head else pooled).shape[2]
         if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
@@ -362,12 +378,28 @@ class Scorer(abc.ABC):
             return choose.select_by_scores(self._rule, scores, *places)
         own_block, first_block, block = position // self.block, start // self.block, np.arange(blocks)[None, None]
         allowed = (first_block <= block) & (block <= own_block)
+        if order_limits is not None:
+            allowed = allowed & (order_limits[2][:, None] <= order_limits[0][..., None])
         forced = allowed & ((block < first_block + self.first) | (block > own_block - self.local))
         # Scores of infinity and NaN must not come before forced blocks.
         largest = np.nextafter(jnp.finfo(scores.dtype).max, 0, dtype=scores.dtype)
         scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, largest))
         scores = jnp.where(forced[:, :, None], jnp.inf, jnp.where(allowed[:, :, None], scores, -jnp.inf))
         return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
+
+    def _least_orders(
+        self, order: jax.Array, segments: tuple[jax.Array, jax.Array] | None, windows: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the least order ids of queries that see a whole window [B, W], and a key of a block [B, blocks].
+
+        ``order`` are those of keys [B, T]; padding counts in no block.
+        """
+        size, stride = self.window
+        largest = np.iinfo(np.int32).max
+        tokens = np.arange(windows)[:, None] * stride + np.arange(size)
+        real = order if segments is None else jnp.where(segments[1] < 0, largest, order)
+        blocks = jnp.pad(real, [(0, 0), (0, -order.shape[1] % self.block)], constant_values=largest)
+        return order[:, tokens].max(-1), blocks.reshape(len(order), -1, self.block).min(-1)
 
     @property
     def _rule(self) -> choose.SelectionRule:

@@ -34,6 +34,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {query.dtype}"
     optional = {
+        "order ids": operands.order_ids,
         "segment ids": operands.segments,
         "selections": operands.selection,
         "sinks": operands.sinks,

@@ -38,7 +38,8 @@ def unsupported(call: Call, operands: Operands, block: int) -> str | None:
         got = operands.selection.block
         return f"the Hopper kernel that gathers queries takes blocks of 64, 128, 256, 384 or 512 keys, got {got}"
     if operands.segments is not None:
-        return "the Hopper kernel that gathers queries takes no segment ids"
+        name = "segment ids" if operands.order_ids is None else "order ids"
+        return f"the Hopper kernel that gathers queries takes no {name}"
     if call.params[1].deterministic:
         return "gathered queries are added to dq in any order, which BwdParams(deterministic=True) rules out"
     return None
