@@ -38,11 +38,10 @@ def patterns(seq_len: int) -> dict[str, contenders.Pattern]:
         return np.stack([order, np.zeros_like(order)])
 
     block: Any = sl.Blocks(sl.Array(np.tri(seq_len // 512, dtype=bool)), 512)
+    prefix: Any = sl.preset("prefix_lm", prefix=PREFIX)
     return {
         "causal": contenders.Pattern(sl.Causal(), rule, table(positions)),
-        "prefix": contenders.Pattern(
-            sl.preset("prefix_lm", prefix=PREFIX), rule, table(np.maximum(positions, PREFIX - 1)), causal=False
-        ),
+        "prefix": contenders.Pattern(prefix, rule, table(np.maximum(positions, PREFIX - 1)), causal=False),
         "block causal": contenders.Pattern(block, rule, table(positions // 512), causal=False),
         "packed prefixes": contenders.Pattern(sl.Empty(), rule, np.stack([within, ids]), causal=False),
     }

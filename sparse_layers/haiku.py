@@ -183,7 +183,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
         size = (0, *query.shape)[-1]
-        call_ids = {"positions": positions, "order_ids": order_ids}
+        call_ids: Any = {"positions": positions, "order_ids": order_ids}
         check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, segment_ids, selection, **call_ids)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):

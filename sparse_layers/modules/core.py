@@ -81,7 +81,7 @@ class AttentionCore:
         order_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Applies self-attention to prompts; `SparseSelfAttention.prefill` documents the arguments."""
-        ids = {"positions": positions, "order_ids": order_ids}
+        ids: Any = {"positions": positions, "order_ids": order_ids}
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection, **ids)
         fn, length = self.step.fn, inputs.shape[-2]
         start, total = checked_chunk(start, length, total, fn.seq_len)
@@ -109,10 +109,8 @@ class AttentionCore:
         operands: dict[str, Any] = {"sinks": self.sinks, "selection": selection, "index": index}
         if length == total:
             if order_ids is not None:  # queries may look ahead, but not at padding
-                operands |= {
-                    "order_ids": order_ids,
-                    "segment_ids": -(jnp.arange(length) >= lengths[:, None]).astype(int),
-                }
+                is_padding = jnp.arange(length) >= lengths[:, None]
+                operands |= {"order_ids": order_ids, "segment_ids": -is_padding.astype(jnp.int32)}
             out = fn.attend(*heads, **operands)
         else:
             # Attention reads the returned cache. Without this barrier XLA would fill a second one for it.

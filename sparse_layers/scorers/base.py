@@ -321,9 +321,10 @@ class Scorer(abc.ABC):
         def select_chunk(number: jax.Array, ids: jax.Array) -> jax.Array:
             begin = jnp.minimum(number * rows, num_queries - rows)  # the last chunk overlaps the one before
             by_query = query, position[None], start, q_order
-            q_rows, *places, orders = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in by_query)
+            chunk = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in by_query)
+            q_rows, positions, starts, orders = chunk
             order_limits = None if limits is None else (orders, *limits)
-            chunk_ids = self.select_rows(q_rows, pooled, *places, length, scale, fused, order_limits)
+            chunk_ids = self.select_rows(q_rows, pooled, positions, starts, length, scale, fused, order_limits)
             return jax.lax.dynamic_update_slice_in_dim(ids, chunk_ids, begin, axis=1)
 
         ids = jnp.zeros((batch, num_queries, groups, self.count), jnp.int32)

@@ -28,7 +28,7 @@ from sparse_layers.ops.planning.context_parallel import count_remote_keys, padde
 from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.select import select_blocks
-from sparse_layers.tools.oracle import DenseAttention, same_segment
+from sparse_layers.tools.oracle import DenseAttention, in_order, same_segment
 from tests.ops.cases import COMPILER, TINY
 from tests.ops.kernels import triton_interpreter
 from tests.programs import on_devices
@@ -53,6 +53,7 @@ class Case:
     tensor: int = 1
     kind: AxisType = AxisType.Auto
     extras: bool = False  # sinks, segment ids and a soft cap
+    order: bool = False  # order ids
     implementation: str = "xla"
     kv_len: int | None = None
     by: str = ""  # words of the exchanges, which are then chosen as if only pairs cost anything
@@ -114,7 +115,10 @@ CASES = {
     "chosen": Case(sl.Causal(), 128, chosen=16),
     "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
-    "GPU kernels": Case(STREAMING, 64, 2, implementation="triton", extras=True),
+    "order ids": Case(sl.Full(), 77, order=True),
+    "order ids, strided": Case(STRIDED, 250, extras=True, order=True, by="queries and keys, by residue"),
+    "order ids, zigzag": Case(sl.Causal(), 128, order=True, by="zigzag"),
+    "GPU kernels": Case(STREAMING, 64, 2, implementation="triton", extras=True, order=True),
     "GPU kernels, zigzag": Case(sl.Causal(), 512, 2, (2, 1), implementation="triton", by="zigzag"),
 }
 # Each preset over 2, 4 or 8 devices in turn; in every second group of three, exchanges cost nothing.
@@ -163,8 +167,9 @@ def mesh_of(case):
 SPEC = P("data", "context", "heads")
 
 
-def attend(case, ids=None, mask=None, chosen=None, spec=None):
-    options: dict[str, Any] = {"segment_ids": ids, "implementation": case.implementation, "return_lse": True}
+def attend(case, ids=None, mask=None, chosen=None, spec=None, order=None):
+    options: dict[str, Any] = {"segment_ids": ids, "order_ids": order, "return_lse": True}
+    options["implementation"] = case.implementation
     if case.extras:
         options["logits_soft_cap"] = 3.0
     if chosen is not None:
@@ -185,6 +190,9 @@ def check_case(case):
     allowed = np.tile(allowed, (n // len(allowed), 1, 1))[None]
     if ids is not None:
         allowed = allowed & same_segment(ids, ids)
+    order = rng.integers(0, 9, (len(args[0]), t), np.int32) if case.order else None
+    if order is not None:
+        allowed = allowed & in_order(order, order)
     chosen = None
     if case.chosen:
         blocks = -(-s // 16)
@@ -195,14 +203,14 @@ def check_case(case):
     right = DenseAttention(*qkv, allowed, dout, dlse, soft_cap=3.0 if case.extras else None, sinks=sinks).answers
     names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras]
 
-    def program(q, k, v, sinks, ids, mask, chosen, dout, dlse):
-        results, pullback = jax.vjp(attend(case, ids, mask, chosen), q, k, v, sinks)
+    def program(q, k, v, sinks, ids, order, mask, chosen, dout, dlse):
+        results, pullback = jax.vjp(attend(case, ids, mask, chosen, order=order), q, k, v, sinks)
         return [*results, *jax.tree.leaves(pullback((dout, dlse)))]
 
     mesh = mesh_of(case)
-    placed = [*qkv, sinks, ids, mask, chosen, dout, dlse]
+    placed = [*qkv, sinks, ids, order, mask, chosen, dout, dlse]
     if case.kind == EXPLICIT or not (t % case.devices or case.kv_len):
-        by_token = dict.fromkeys((0, 1, 2, 7), SPEC) | {8: SPEC}
+        by_token = dict.fromkeys((0, 1, 2, 8, 9), SPEC)
         placed = [
             x if x is None else jax.device_put(x, NamedSharding(mesh, by_token.get(i, P())))
             for i, x in enumerate(placed)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers.ops.custom_vjp import CHECKPOINT_NAMES
 from sparse_layers.ops.implementations import IMPLEMENTATIONS
-from sparse_layers.tools.oracle import DenseAttention, same_segment
+from sparse_layers.tools.oracle import DenseAttention, in_order, same_segment
 from tests.ops.cases import COMPILER
 from tests.ops.test_selections import chosen_pairs
 from tests.programs import on_devices
@@ -44,6 +44,7 @@ class Case:
     heads: tuple[int, int] = (4, 4)
     keys: P | None = None  # of key and value, if not that of query
     extras: bool = False  # sinks and segment ids
+    order: bool = False  # order ids
     told: frozenset[str] = frozenset()
     implementation: str = "xla"
     named: bool = False  # whether the op is told the sharding of query
@@ -63,6 +64,8 @@ CASES = {
     "masks are out of step, one key head each": Case((CAUSAL, NEAR), HEADS, (12, 2), keys=P(), told=SUM),
     "nothing": Case(sl.Empty(), BOTH),
     "MQA": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, told=SUM),
+    "order ids": Case(FULL, BOTH, (8, 4), order=True),
+    "order ids, MQA, segments": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, extras=True, order=True, told=SUM),
     "GQA, key heads straddle": Case((CAUSAL, FULL, NEAR), BOTH, (12, 3), keys=DATA, told=SUM, extras=True),
     "run-time masks": Case(jnp.asarray(ALLOWED), BOTH, (8, 4)),
     "chosen alike": Case(CAUSAL, BOTH, (8, 4), chosen=1),
@@ -117,6 +120,9 @@ def check_case(mesh, case):
     allowed = np.tile(heads, (case.heads[0] // len(heads), 1, 1))
     if ids is not None:
         allowed = allowed & same_segment(ids, ids)
+    order = np.random.default_rng(3).integers(0, 9, (B, t), np.int32) if case.order else None
+    if order is not None:
+        allowed = allowed & in_order(order, order)
     chosen = None
     if case.chosen:
         blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-t // 16), case.chosen, 1))
@@ -125,9 +131,10 @@ def check_case(mesh, case):
     right = DenseAttention(q, k, v, allowed, *pull, sinks=sinks).answers
     right["lse"] = np.where(np.isfinite(right["lse"]), right["lse"], 0)
 
-    def program(q, k, v, sinks, ids, mask, chosen, *pull):
+    def program(q, k, v, sinks, ids, order, mask, chosen, *pull):
         def attend(q, k, v, sinks):
-            options = {"segment_ids": ids, "sinks": sinks, "implementation": case.implementation, "return_lse": True}
+            options = {"segment_ids": ids, "order_ids": order}
+            options |= {"sinks": sinks, "implementation": case.implementation, "return_lse": True}
             options["selection"] = chosen
             options["query_sharding"] = case.spec if case.named else None
             return sl.block_sparse_attention(q, k, v, case.mask if mask is None else mask, **options)
@@ -139,8 +146,8 @@ def check_case(mesh, case):
     keys = case.spec if case.keys is None else case.keys
     masks = P(heads) if mask is not None and mask.ndim == 3 else P()
     by_head = P(batch, None, {case.heads[0]: heads, case.heads[1]: (*keys, *[None] * 3)[2]}.get(case.chosen))
-    specs = [case.spec, keys, keys, P(heads), P(batch), masks, by_head, case.spec, case.spec]
-    args = [q, k, v, sinks, ids, mask, chosen, *pull]
+    specs = [case.spec, keys, keys, P(heads), P(batch), P(batch), masks, by_head, case.spec, case.spec]
+    args = [q, k, v, sinks, ids, order, mask, chosen, *pull]
     off = {} if case.dtype == "float32" else {"rtol": 0.01, "atol": 0.03}
     out, lse, slopes = agree(mesh, program, args, specs, [*right.values()], case.told, **off)
     for x, spec in ((out, case.spec), (lse, case.spec), *zip(slopes, specs[:3], strict=False)):
