@@ -355,6 +355,9 @@ CALLS = [
     ("layer(jnp.ones((2, 4, 8, 4)))", ValueError, "inputs", "got (2, 4, 8, 4)", "must have shape [..., T, 16]"),
     ("layer(jnp.ones((2, 9, 16)))", ValueError, "inputs", "9 tokens", "seq_len=8"),
     ("layer(x, segment_ids=[0] * 8)", TypeError, "segment_ids", "got list: [0, 0", "must be an array [..., T]"),
+    ("layer(x, order_ids=[0] * 8)", TypeError, "order_ids", "got list: [0, 0", "must be an array [..., T]"),
+    ("layer(x, order_ids=jnp.zeros((2, 1), int))", ValueError, "order_ids", "got shape (2, 1)", "one id a token"),
+    ("layer(x, order_ids=jnp.zeros((2, 8)))", ValueError, "order_ids of queries", "float32", "order_ids.astype("),
     ("layer(x, segment_ids=jnp.zeros((2, 1), int))", ValueError, "segment_ids", "got shape (2, 1)", "one id a token"),
     ("layer(x, positions=[0])", TypeError, "positions", "got list: [0]", "must be an array [..., T] or [T]"),
     ("layer(x, positions=x[..., 0])", ValueError, "positions", "got float32", "must be integers"),
@@ -378,6 +381,7 @@ CALLS = [
     ("crossing(x, y[0])", ValueError, "inputs_kv", "got shape (12, 16)", "leading axes of inputs_q, (2,)"),
     ("crossing(x, [[1.0]])", TypeError, "inputs_kv", "got list: [[1.0]]", "must be an array [..., S, 16]"),
     ("crossing(x, y, sow_weights=True)", ValueError, "sow_weights", "True", NEVER),
+    ("crossing(x, y, order_ids=tokens)", TypeError, "order_ids", "Array([[1, 1", "must be a pair"),
     ("crossing(x, y, segment_ids=tokens)", TypeError, "segment_ids", "Array([[1, 1", "must be a pair"),
     (
         "crossing(x, y, segment_ids=(jnp.zeros((2, 8), int), tokens))",

@@ -90,6 +90,15 @@ MISUSES = [
     Misuse("op(q, k, v, mask, segment_ids='a')", ValueError, "segment_ids of queries", "'a'", IDS),
     Misuse("op(q, k, v, mask, segment_ids=[[0], [0, 1]])", ValueError, "segment_ids", "[[0], [0, 1]]", IDS),
     Misuse("op(q, k, v, mask, segment_ids=(ids, None))", ValueError, "segment_ids of keys", "None", IDS),
+    Misuse("op(q, k, v, mask, order_ids=ids * 1.0)", ValueError, "order_ids of queries", "order_ids.astype(", IDS),
+    Misuse("op(q, k, v, mask, order_ids=ids > 0)", ValueError, "order_ids of queries", "bool", IDS),
+    Misuse("op(q, k, v, mask, order_ids=ids[0])", ValueError, "order_ids of queries", "(32,)", IDS),
+    Misuse("op(q, k, v, mask, order_ids=ids.T)", ValueError, "order_ids of queries", "(32, 2)", "write x.T"),
+    Misuse("op(q, k, v, mask, order_ids=[[0], [0, 1]])", ValueError, "order_ids", "[[0], [0, 1]]", IDS),
+    Misuse("op(q, k, v, mask, order_ids=(ids, ids[:, :9]))", ValueError, "order_ids of keys", "(2, 9)", IDS),
+    Misuse("op(q, k, v, mask, order_ids=(ids, ids, ids))", ValueError, "order_ids", "3 entries", "or a pair"),
+    Misuse("op(q[:, :9], k, v, mask, order_ids=ids)", ValueError, "order_ids", "T = 9, S = 32", "when T != S"),
+    Misuse("op(q, k, v, mask, order_id=ids)", TypeError, "unknown argument", "'order_id'", "mean 'order_ids'?"),
     Misuse("op(q, k, v, mask, segment_ids=(ids,))", ValueError, "segment_ids", "1 entries", "or a pair"),
     Misuse(
         "op(q, k, v, mask, implementation='XLA')", ValueError, "implementation", "'XLA', did you mean 'xla'?", NAMES
