@@ -170,6 +170,15 @@ HINTS: dict[str, Hints] = {
     ),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _PACKED),
     **dict.fromkeys(("document_ids", "sequence_ids"), _rename("segment_ids")),
+    **dict.fromkeys(
+        ("prefix_len", "prefix_length", "prefix_lengths"),
+        (*_rename("prefix"), *_say("prefixes that see themselves whole are order_ids=sl.prefix_order(prefix_lengths, T)")),
+    ),
+    **dict.fromkeys(
+        ("bidirectional_mask", "token_type_ids"),
+        _say("spans that see themselves whole are order_ids=sl.span_order(spans), with spans a bool array [B, T]"),
+    ),
+    "mask_ar": _say("it is order_ids=jnp.cumsum(mask_ar, axis=1)"),
     **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "seqused_k"), _LENGTHS),
     **dict.fromkeys(
         ("q_segment_ids", "kv_segment_ids"), _say("it is a pair here: segment_ids=(q_segment_ids, kv_segment_ids)")
@@ -276,7 +285,7 @@ SCORER = (
 )
 BY_ENTRY = (
     "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
-    "padding are segment_ids="
+    "padding are segment_ids=, prefixes and spans order_ids="
 )
 BOOL_IDS = "of bools that are True for tokens and False for padding, write jnp.where(valid, 0, -1)"
 REVERSE_ONLY = (

@@ -398,8 +398,8 @@ class Scorer(abc.ABC):
         size, stride = self.window
         largest = np.iinfo(np.int32).max
         tokens = np.arange(windows)[:, None] * stride + np.arange(size)
-        real = order if segments is None else jnp.where(segments[1] < 0, largest, order)
-        blocks = jnp.pad(real, [(0, 0), (0, -order.shape[1] % self.block)], constant_values=largest)
+        orders = order if segments is None else jnp.where(segments[1] < 0, largest, order)
+        blocks = jnp.pad(orders, [(0, 0), (0, -order.shape[1] % self.block)], constant_values=largest)
         return order[:, tokens].max(-1), blocks.reshape(len(order), -1, self.block).min(-1)
 
     @property
