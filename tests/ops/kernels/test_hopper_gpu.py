@@ -110,7 +110,7 @@ CASES = [
     Case("padding", sl.Full(), 256, segments=(PADDED, PADDED), heads=(4, 2)),
     Case("order-prefixes", sl.Full(), 256, order_ids=(PREFIXES, PREFIXES)),
     Case("order-levels", sl.Window(90, 40), 200, 256, order_ids=LEVELS, sizes=(128, 128), heads=(2, 1), sinks=True),
-    Case("order-documents", sl.Full(), 256, segments=(DOCUMENTS, PADDED), order_ids=(PREFIXES, PREFIXES)),
+    Case("order-documents", sl.Full(), 256, segments=(DOCUMENTS, PADDED), order_ids=(PREFIXES,) * 2, heads=(4, 2)),
     Case("sinks", sl.Window(40), 200, sinks=True, heads=(4, 2)),
     Case("soft-cap", sl.Causal(), 200, soft_cap=1.5, sinks=True),
     Case("scale-tiny", sl.Causal(), 140, scale=1e-31),
