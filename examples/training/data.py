@@ -29,11 +29,13 @@ class Batch(NamedTuple):
       segments: int32 [B, T + 1], the number of the byte's document within its window, from 0 on. None: documents are
         not kept apart.
       answers: bool [B, T], which of the next bytes are asked for. None: all are.
+      prefixes: int32 [B], the bytes of each prefix, which sees itself whole and is not predicted. None: no prefixes.
     """
 
     tokens: np.ndarray
     segments: np.ndarray | None
     answers: np.ndarray | None = None
+    prefixes: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ def build(config: Config) -> sl.SparseTransformer:
             config.features,
             config.layers,
             patterns=_patterns(config),
+            causal=not config.looks_ahead,
             seq_len=config.seq_len,
             positions=config.positions,
             position_stride=config.position_stride if config.positions == "row_column" else None,
@@ -56,7 +57,8 @@ def _hidden(config: Config) -> int:
 
 def _patterns(config: Config) -> tuple[Any, ...]:
     """The patterns that the layers take in turn."""
-    return tuple(without_future(config.mask(name)) for name in config.pattern.split("+"))
+    limited = both_ways if config.looks_ahead else without_future
+    return tuple(limited(config.mask(name)) for name in config.pattern.split("+"))
 
 
 def without_future(pattern: Any) -> Any:
@@ -64,6 +66,13 @@ def without_future(pattern: Any) -> Any:
     if isinstance(pattern, sl.Scorer):
         return pattern
     return tuple(map(without_future, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
+
+
+def both_ways(pattern: Any) -> Any:
+    """The pattern and its mirror image, in which a prefix sees itself whole; the order of tokens hides the future."""
+    if isinstance(pattern, sl.Scorer):
+        raise ValueError("a scorer selects earlier blocks alone, so a prefix would not see itself whole")
+    return tuple(map(both_ways, pattern)) if isinstance(pattern, tuple) else pattern | pattern.T
 
 
 def mean_loss(model: nnx.Module, batch: Batch, deterministic: bool = True) -> jax.Array:
@@ -81,9 +90,12 @@ def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[
 
     Their cross-entropy in nats is "loss"; where a batch has answers, "accuracy" is the share predicted exactly.
     """
-    tokens, segments, answers = batch
+    tokens, segments, answers, prefixes = batch
     seen, targets = None if segments is None else segments[:, :-1], tokens[:, 1:]
-    logits = model(tokens[:, :-1], segment_ids=seen, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
+    options: Any = {"segment_ids": seen, "deterministic": deterministic}
+    if prefixes is not None and not model.causal:  # pyright: ignore[reportAttributeAccessIssue]
+        options["order_ids"] = sl.prefix_order(prefixes, targets.shape[1])
+    logits = model(tokens[:, :-1], **options)  # pyright: ignore[reportCallIssue]
     scores_of_bytes = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
     if answers is not None:
         scores_of_bytes["accuracy"] = logits.argmax(-1) == targets
@@ -93,8 +105,10 @@ def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[
 
 def counted(batch: Batch) -> Any:
     """Returns the next bytes that count: bool [B, T]. The first byte of a document kept apart is nobody's next byte."""
-    tokens, segments, answers = batch
+    tokens, segments, answers, prefixes = batch
     counts = np.ones((tokens.shape[0], tokens.shape[1] - 1), bool) if answers is None else answers
+    if prefixes is not None:
+        counts = counts & (np.arange(1, tokens.shape[1]) >= prefixes[:, None])
     return counts if segments is None else counts & (segments[:, 1:] == segments[:, :-1])
 
 

@@ -27,6 +27,7 @@ def generate(
     lengths: jax.Array | np.ndarray | Sequence[int] | None = None,
     padding_side: str = "right",
     chunk: int | None = None,
+    order_ids: jax.Array | np.ndarray | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -42,7 +43,7 @@ def generate(
     ``on_tokens``.
 
     Args:
-      model: a `SparseTransformer`, causal in all layers, or any other `Decoder`.
+      model: a `SparseTransformer`, causal in all layers unless there are order_ids, or any other `Decoder`.
       prompts: int [B, P], or a sequence of B token sequences of any length >= 1. Text must be encoded first.
       num_tokens: number of tokens to generate for each prompt, >= 1; model.seq_len, if the model has one, limits the
         longest prompt plus num_tokens.
@@ -50,6 +51,9 @@ def generate(
       padding_side: the side of the padding, "right" or "left"; the result is the same.
       chunk: number of prompt tokens to read at a time, >= 1, for less memory, if the model's ``prefill`` has this
         argument, see `SparseTransformer.prefill`. None for all.
+      order_ids: int [B, P], what the tokens of prompts see, if the model's ``prefill`` has this argument, see
+        `SparseTransformer.prefill`: ``prefix_order(lengths, P)`` for prompts that see themselves whole. Padding has
+        any ids, on the same side. None for causal prompts.
       temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
       top_k: sample from the k likeliest tokens; among equally likely ones, lower token ids come first.
       top_p: sample from the smallest set of likeliest tokens whose probabilities, after the temperature and top_k, add
@@ -85,7 +89,10 @@ def generate(
     if isinstance(model, type) or not all(map(callable, methods)):
         raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {one_line(model)}")
     check_settings(num_tokens=num_tokens, padding_side=padding_side, on_tokens=on_tokens)
-    _check_chunk(model, chunk)
+    if chunk is not None:
+        checked("chunk", chunk, Positive)
+    for name, value in (("chunk", chunk), ("order_ids", order_ids)):
+        _check_has_argument(model, name, value)
     if isinstance(prompts, Sequence):
         padding_side = "right"  # `_parse_prompts` pads them
     elif padding_side == "left" and lengths is None:
@@ -97,11 +104,18 @@ def generate(
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
         )
+    if order_ids is not None:
+        check_array("order_ids", order_ids, "[B, P]")
+        if order_ids.shape != tokens.shape:
+            raise ValueError(
+                f"order_ids must have one id for each token of prompts, {tokens.shape}, got shape {order_ids.shape}"
+            )
+        order_ids = _on_device(order_ids)
     unrolled = getattr(model, "unrolled", None)
     if on_tokens is not None and unrolled is not None:
         model = unrolled()  # here, as each step would do it again
     static_model, arrays = split(model)
-    vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths)
+    vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths, order_ids)
     # Checked in their own dtype: a wrong token could be a valid one in 32 bits.
     if has_known_lengths:
         _check_tokens(tokens, max_lengths, vocab_size, padding_side)
@@ -112,8 +126,9 @@ def generate(
     sampling = _on_device(_sampling_options(temperature, top_p, key))
     if padding_side == "left":
         tokens = _padded_right(tokens, lengths)
+        order_ids = None if order_ids is None else _padded_right(order_ids, lengths)
     static_args = _StaticArgs(static_model, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
-    inputs = _Inputs(arrays, tokens, lengths, _on_device(stops), sampling)
+    inputs = _Inputs(arrays, tokens, lengths, order_ids, _on_device(stops), sampling)
     if on_tokens is None:
         return _generate(static_args, inputs)
     return _generate_streaming(static_args, inputs, stops, on_tokens)
@@ -136,13 +151,12 @@ def _on_device(values: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x, values)
 
 
-def _check_chunk(model: Decoder, chunk: Any) -> None:
-    if chunk is None:
-        return
-    checked("chunk", chunk, Positive)
+def _check_has_argument(model: Decoder, name: str, value: Any) -> None:
+    """Refuses an argument of prefill that the model's own does not have."""
     parameters = inspect.signature(model.prefill).parameters
-    if "chunk" not in parameters and not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
-        raise ValueError(f"chunk must be None for a model whose prefill has no argument chunk, got {chunk}")
+    has_keywords = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    if value is not None and name not in parameters and not has_keywords:
+        raise ValueError(f"{name} must be None for a model whose prefill has no argument {name}, got {one_line(value)}")
 
 
 def _parse_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
@@ -204,10 +218,15 @@ def _padded_right(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 def _vocab_size(
-    static_model: Hashable, chunk: int | None, arrays: list[Any], tokens: jax.Array, lengths: jax.Array
+    static_model: Hashable,
+    chunk: int | None,
+    arrays: list[Any],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    order_ids: jax.Array | None,
 ) -> int:
     """Returns the number of logits, by an abstract trace that the program then reuses."""
-    result = _prefill.eval_shape(static_model, chunk, arrays, tokens, lengths)
+    result = _prefill.eval_shape(static_model, chunk, arrays, tokens, lengths, order_ids)
     return _check_result("prefill", result, len(tokens))[0].shape[1]
 
 
@@ -242,8 +261,10 @@ def _array_types(caches: Any) -> list[str]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefill(static_model, chunk, arrays, tokens, lengths):
-    return merge(static_model, arrays).prefill(tokens, lengths, **({} if chunk is None else {"chunk": chunk}))
+def _prefill(static_model, chunk, arrays, tokens, lengths, order_ids):
+    options = {"chunk": chunk, "order_ids": order_ids}
+    options = {name: value for name, value in options.items() if value is not None}
+    return merge(static_model, arrays).prefill(tokens, lengths, **options)
 
 
 class _StaticArgs(NamedTuple):
@@ -262,6 +283,7 @@ class _Inputs(NamedTuple):
     arrays: list[Any]  # those of the model, of `split`
     tokens: jax.Array  # [B, P]
     lengths: jax.Array  # [B]
+    order_ids: jax.Array | None  # [B, P]
     stops: jax.Array | None  # stop tokens [n]
     sampling: dict[str, Any] | None  # of `_sampling_options`
 
@@ -314,7 +336,8 @@ def _generate_streaming(static, inputs, stops, on_tokens):
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill_and_pick(static, inputs):
     """Returns (the first token of each sequence; the caches; the random keys of all steps)."""
-    logits, caches = _prefill(static.model, static.chunk, inputs.arrays, inputs.tokens, inputs.lengths)
+    arrays = inputs.arrays, inputs.tokens, inputs.lengths, inputs.order_ids
+    logits, caches = _prefill(static.model, static.chunk, *arrays)
     keys = None if inputs.sampling is None else jax.random.split(inputs.sampling["key"], static.num_tokens)
     return _pick_token(static, logits, 0, inputs.sampling, keys), caches, keys
 
