@@ -5,11 +5,13 @@ import pathlib
 import types
 from typing import Any
 
+import numpy as np
+
 from ..training import config as shared
 from ..training.config import Refusal, flag, option, with_default
 from ..training.data import Batch, Source
 from . import recall
-from .data import Corpus, load
+from .data import Corpus, load, prefix_order
 from .sample import sample
 
 _CONFIGS = types.MappingProxyType(
@@ -92,6 +94,12 @@ class Config(shared.Config):
     glob: str = option("", "which files of the folder, as in *.py; default: all")
     packed: bool = option(False, "keep documents apart: attention stays within one, and no first byte is predicted")
     separator: str = option("", "text that begins a document (\\n for a line's end), beside the beginning of a file")
+    objective: str = option(
+        "causal",
+        "causal: predict each byte from those before it; prefix: a random prefix of each sequence sees itself whole, "
+        "and the bytes behind it are predicted; suffix: predict the same bytes, and see only earlier ones",
+        ("causal", "prefix", "suffix"),
+    )
     pairs: int = option(8, "of --data recall: keys and values told in a sequence")
     queries: int = option(0, "of --data recall: keys asked for in a sequence; 0: each once", least=0)
     parts: int = option(
@@ -117,9 +125,11 @@ class Config(shared.Config):
             for name in ("pairs", "queries", "parts"):
                 if getattr(self, name) != getattr(Config, name):
                     raise Refusal(f"{flag(name)} is of --data recall, got {getattr(self, name)} without it")
+            if self.packed and self.objective != "causal":
+                raise Refusal(f"--objective {self.objective} has one prefix a sequence, which --packed cuts")
             return
-        for name in ("glob", "packed"):
-            if getattr(self, name):
+        for name in ("glob", "packed", "objective"):
+            if getattr(self, name) != getattr(Config, name):
                 raise Refusal(f"{flag(name)} is of files, --data recall has none")
         most = min(len(recall.KEYS), self.seq_len // 8)
         if self.pairs > most:
@@ -142,6 +152,10 @@ class Config(shared.Config):
         return self.data == "recall"
 
     @property
+    def looks_ahead(self) -> bool:
+        return self.objective == "prefix"
+
+    @property
     def length(self) -> str:
         return f"--seq-len {self.seq_len}"
 
@@ -161,15 +175,28 @@ class Config(shared.Config):
             queries = self.queries or self.pairs
             return recall.source(self.seed, self.seq_len, self.batch_size, self.pairs, queries, self.parts)
         corpus = self.corpus()
-        return Source(
-            corpus.digest,
-            corpus.heldout.size // self.seq_len,
-            lambda step: corpus.batch(self.seed, step, self.batch_size, self.seq_len, self.packed),
-            lambda count: corpus.heldout_windows(count, self.seq_len, self.packed),
-        )
+
+        def batch(step: int) -> Batch:
+            windows = corpus.batch(self.seed, step, self.batch_size, self.seq_len, self.packed)
+            return self._with_prefixes(windows, [self.seed, step])
+
+        def heldout(count: int) -> Batch:
+            return self._with_prefixes(corpus.heldout_windows(count, self.seq_len, self.packed), [0])
+
+        return Source(corpus.digest, corpus.heldout.size // self.seq_len, batch, heldout)
+
+    def _with_prefixes(self, batch: Batch, seed: list[int]) -> Batch:
+        """The batch, with a prefix of 0 to T - 1 bytes in each sequence, drawn from a seed; not for "causal"."""
+        if self.objective == "causal":
+            return batch
+        # As the order of the data, the same in every version of NumPy.
+        drawn = np.random.SeedSequence(seed).generate_state(len(batch.tokens), np.uint64)
+        prefixes = (drawn % np.uint64(self.seq_len)).astype(np.int32)
+        order = prefix_order(prefixes, self.seq_len) if self.looks_ahead else None
+        return batch._replace(answers=np.arange(1, self.seq_len + 1) >= prefixes[:, None], order_ids=order)
 
     def write_sample(self, model: Any, heldout: Batch, out: pathlib.Path) -> None:
         if self.sample_tokens and not self.recalls:
             prompt = self.prompt.encode("utf-8", "surrogateescape")
-            text = sample(model, prompt, self.sample_tokens, 0.8, seed=self.seed)
+            text = sample(model, prompt, self.sample_tokens, 0.8, seed=self.seed, is_prefix=self.looks_ahead)
             (out / "sample.txt").write_bytes(text)

@@ -110,6 +110,16 @@ def text_windows(text: Text, starts: np.ndarray, seq_len: int, packed: bool) -> 
     return Batch(tokens, segments)
 
 
+def prefix_order(prefixes: np.ndarray, seq_len: int) -> np.ndarray:
+    """`sl.prefix_order` in numpy, for the thread that makes batches: int32 [B, T] for prefixes [B].
+
+    Example:
+      >>> prefix_order(np.array([0, 3]), 5).tolist()
+      [[0, 1, 2, 3, 4], [2, 2, 2, 3, 4]]
+    """
+    return np.maximum(np.arange(seq_len), prefixes[:, None] - 1).astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """Training and held-out bytes.

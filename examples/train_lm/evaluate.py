@@ -19,7 +19,7 @@ from ..training.loop import check_corpus
 from ..training.model import counted, mean_loss
 from ..training.run import Run, State, fitting, open_run
 from .config import Config
-from .data import Text, text_windows
+from .data import Text, prefix_order, text_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,9 @@ def _windows(text: Text, starts: np.ndarray, asked: np.ndarray, config: Config) 
     moved = np.minimum(starts, text.size - config.seq_len - 1)
     target = moved[:, None] + 1 + np.arange(config.seq_len)
     answers = (target >= asked[:, :1]) & (target < asked[:, 1:])
-    return text_windows(text, moved, config.seq_len, config.packed)._replace(answers=answers)
+    # What a prefix LM has before the first byte that it is asked for is its prefix.
+    order = prefix_order(asked[:, 0] - moved, config.seq_len) if config.looks_ahead else None
+    return text_windows(text, moved, config.seq_len, config.packed)._replace(answers=answers, order_ids=order)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,9 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         prompt = run.config.prompt if args.prompt is None else args.prompt
         with fitting(run.config), jax.set_mesh(run.mesh):
             model = run.model(state)
-            text = sample(
-                model, prompt.encode("utf-8", "surrogateescape"), args.tokens, args.temperature, args.top_p, args.seed
-            )
+            encoded, settings = prompt.encode("utf-8", "surrogateescape"), (args.temperature, args.top_p, args.seed)
+            text = sample(model, encoded, args.tokens, *settings, is_prefix=run.config.looks_ahead)
     except Refusal as refusal:
         print(f"generate: {refusal}", file=sys.stderr)
         return 2

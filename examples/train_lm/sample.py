@@ -15,6 +15,7 @@ def sample(
     temperature: float,
     top_p: float | None = None,
     seed: int = 0,
+    is_prefix: bool = False,
 ) -> bytes:
     """``prompt`` and ``tokens`` sampled bytes after it.
 
@@ -27,6 +28,7 @@ def sample(
       temperature: 0 takes the likeliest byte each time, 1 samples from the model as it is.
       top_p: sample from the fewest likeliest bytes only that have this probability together.
       seed: of the samples.
+      is_prefix: True if what the model reads sees itself whole, as its prefixes in training.
 
     Raises:
       Refusal: an empty prompt, a negative number of tokens or temperature, top_p outside (0, 1].
@@ -45,6 +47,7 @@ def sample(
         seen = text[-(model.seq_len // 2) :] if len(text) + tokens > model.seq_len else text
         count = min(tokens, model.seq_len - len(seen))
         key, now = jax.random.split(key)
-        new = sl.generate(model, [list(seen)], count, temperature=temperature, top_p=top_p, key=now)
+        options = {"order_ids": np.zeros((1, len(seen)), np.int32)} if is_prefix else {}
+        new = sl.generate(model, [list(seen)], count, temperature=temperature, top_p=top_p, key=now, **options)
         text, tokens = text + np.asarray(new[0], np.uint8).tobytes(), tokens - count
     return text

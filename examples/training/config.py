@@ -132,6 +132,11 @@ class Config:
         """The flags that make a sequence's length."""
         raise NotImplementedError
 
+    @property
+    def looks_ahead(self) -> bool:
+        """True if patterns look both ways, and the order ids of a batch say what a byte sees."""
+        return False
+
     def mask(self, name: str) -> Any:
         """The mask, the masks that the heads take in turn, or the scorer, of one of the parts of ``pattern``.
 

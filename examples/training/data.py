@@ -29,13 +29,13 @@ class Batch(NamedTuple):
       segments: int32 [B, T + 1], the number of the byte's document within its window, from 0 on. None: documents are
         not kept apart.
       answers: bool [B, T], which of the next bytes are asked for. None: all are.
-      prefixes: int32 [B], the bytes of each prefix, which sees itself whole and is not predicted. None: no prefixes.
+      order_ids: int32 [B, T], the order in which bytes see each other. None: a byte sees those before it.
     """
 
     tokens: np.ndarray
     segments: np.ndarray | None
     answers: np.ndarray | None = None
-    prefixes: np.ndarray | None = None
+    order_ids: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

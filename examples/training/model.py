@@ -69,9 +69,9 @@ def without_future(pattern: Any) -> Any:
 
 
 def both_ways(pattern: Any) -> Any:
-    """The pattern and its mirror image, in which a prefix sees itself whole; the order of tokens hides the future."""
+    """The pattern and its mirror image, in which a prefix sees itself whole: order ids hide the future."""
     if isinstance(pattern, sl.Scorer):
-        raise ValueError("a scorer selects earlier blocks alone, so a prefix would not see itself whole")
+        raise ValueError("a scorer selects earlier blocks alone, and a prefix sees later ones, too")
     return tuple(map(both_ways, pattern)) if isinstance(pattern, tuple) else pattern | pattern.T
 
 
@@ -90,11 +90,9 @@ def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[
 
     Their cross-entropy in nats is "loss"; where a batch has answers, "accuracy" is the share predicted exactly.
     """
-    tokens, segments, answers, prefixes = batch
+    tokens, segments, answers, order_ids = batch
     seen, targets = None if segments is None else segments[:, :-1], tokens[:, 1:]
-    options: Any = {"segment_ids": seen, "deterministic": deterministic}
-    if prefixes is not None and not model.causal:  # pyright: ignore[reportAttributeAccessIssue]
-        options["order_ids"] = sl.prefix_order(prefixes, targets.shape[1])
+    options: Any = {"segment_ids": seen, "order_ids": order_ids, "deterministic": deterministic}
     logits = model(tokens[:, :-1], **options)  # pyright: ignore[reportCallIssue]
     scores_of_bytes = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
     if answers is not None:
@@ -105,10 +103,8 @@ def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[
 
 def counted(batch: Batch) -> Any:
     """Returns the next bytes that count: bool [B, T]. The first byte of a document kept apart is nobody's next byte."""
-    tokens, segments, answers, prefixes = batch
+    tokens, segments, answers, _ = batch
     counts = np.ones((tokens.shape[0], tokens.shape[1] - 1), bool) if answers is None else answers
-    if prefixes is not None:
-        counts = counts & (np.arange(1, tokens.shape[1]) >= prefixes[:, None])
     return counts if segments is None else counts & (segments[:, 1:] == segments[:, :-1])
 
 

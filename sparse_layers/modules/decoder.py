@@ -23,8 +23,9 @@ class Decoder(Protocol):
     functions, objects with a hash, sets, and instances of subclasses of list and dict. A static value is compared by
     value, or by identity if it has no hash. Do not change one, or arrays in it, between calls. Caches are any pytree.
 
-    A model may also have: ``seq_len``, the longest sequence in tokens; ``unrolled()``, which returns a
-    model with faster decoding steps; and the arguments ``chunk``, tokens to read at a time, and ``order_ids`` of ``prefill``.
+    A model may also have ``seq_len``, the longest sequence in tokens, and ``unrolled()``, which returns a model with
+    faster decoding steps. Its ``prefill`` may have the arguments ``chunk``, the number of tokens to read at a time, and
+    ``order_ids``.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl

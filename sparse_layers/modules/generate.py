@@ -110,12 +110,12 @@ def generate(
             raise ValueError(
                 f"order_ids must have one id for each token of prompts, {tokens.shape}, got shape {order_ids.shape}"
             )
-        order_ids = _on_device(order_ids)
     unrolled = getattr(model, "unrolled", None)
     if on_tokens is not None and unrolled is not None:
         model = unrolled()  # here, as each step would do it again
     static_model, arrays = split(model)
-    vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths, order_ids)
+    ids: Any = _on_device(order_ids)
+    vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths, ids)
     # Checked in their own dtype: a wrong token could be a valid one in 32 bits.
     if has_known_lengths:
         _check_tokens(tokens, max_lengths, vocab_size, padding_side)
@@ -126,9 +126,9 @@ def generate(
     sampling = _on_device(_sampling_options(temperature, top_p, key))
     if padding_side == "left":
         tokens = _padded_right(tokens, lengths)
-        order_ids = None if order_ids is None else _padded_right(order_ids, lengths)
+        ids = None if ids is None else _padded_right(ids, lengths)
     static_args = _StaticArgs(static_model, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
-    inputs = _Inputs(arrays, tokens, lengths, order_ids, _on_device(stops), sampling)
+    inputs = _Inputs(arrays, tokens, lengths, ids, _on_device(stops), sampling)
     if on_tokens is None:
         return _generate(static_args, inputs)
     return _generate_streaming(static_args, inputs, stops, on_tokens)
