@@ -47,7 +47,8 @@ def sample(
         seen = text[-(model.seq_len // 2) :] if len(text) + tokens > model.seq_len else text
         count = min(tokens, model.seq_len - len(seen))
         key, now = jax.random.split(key)
-        options = {"order_ids": np.zeros((1, len(seen)), np.int32)} if is_prefix else {}
-        new = sl.generate(model, [list(seen)], count, temperature=temperature, top_p=top_p, key=now, **options)
+        order = np.zeros((1, len(seen)), np.int32) if is_prefix else None
+        sampling = {"temperature": temperature, "top_p": top_p, "key": now}
+        new = sl.generate(model, [list(seen)], count, order_ids=order, **sampling)
         text, tokens = text + np.asarray(new[0], np.uint8).tobytes(), tokens - count
     return text

@@ -71,6 +71,11 @@ class AttentionFn:
         """The masks, without the keys after each query."""
         return tuple(mask if is_causal(mask, self.seq_len) else mask & Causal() for mask in self.masks)
 
+    @property
+    def cache_implementation(self) -> str | None:
+        """The implementation of decoding steps, an argument of `KVCache.empty`."""
+        return "xla" if self.implementation in ("xla", "reference") else None
+
     def plan(
         self,
         q_len: int,

@@ -185,7 +185,7 @@ class AttentionCore:
             dtype=key.dtype,
             index_size=None if index_key is None else index_key.shape[-1],
             max_step=max_step,
-            implementation="xla" if fn.implementation in ("xla", "reference") else None,
+            implementation=fn.cache_implementation,
         )
 
     @property

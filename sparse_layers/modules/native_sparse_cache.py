@@ -56,14 +56,17 @@ class NSACache:
 
     @classmethod
     def filled(
-        cls, nsa: NSA, seq_len: int, lengths: jax.Array, keys: Any, values: Any, key: Any, value: Any, **heads: Any
+        cls, nsa: NSA, seq_len: int, lengths: jax.Array, keys: Any, values: Any, key: Any, value: Any, **options: Any
     ) -> "NSACache":
-        """Returns the cache after prompts of these lengths, from keys and values of each branch and of windows."""
+        """Returns the cache after prompts of these lengths, from keys and values of each branch and of windows.
+
+        ``options`` are those of `KVCache.empty`.
+        """
         size, stride = nsa.window
 
         def fill_cache(mask: Any, max_len: int, key: jax.Array, value: jax.Array, lengths: jax.Array) -> KVCache:
             sizes: dict[str, Any] = {"batch": len(key), "head_size": key.shape[-1], "dtype": key.dtype}
-            return KVCache.empty(mask, max_len, **sizes, **heads).filled(key, value, lengths)
+            return KVCache.empty(mask, max_len, **sizes, **options).filled(key, value, lengths)
 
         rows, last = size + stride - 1, lengths[:, None] - 1  # so many rows hold the last full window, wherever it ends
         token_ids = (last - (last - jnp.arange(rows)[None]) % rows)[..., None, None]

@@ -276,3 +276,10 @@ def test_decoding_equals_the_forward_pass_token_by_token(dense_below):
         out, cache = step(layer, x[np.arange(3), position], cache, position)
         for i, at in enumerate(position):
             np.testing.assert_allclose(out[i], (dense if at < dense_below else want)[i, at], atol=1e-5)
+
+
+@pytest.mark.parametrize(("implementation", "steps"), [(None, "triton"), ("xla", "xla"), ("reference", "xla")])
+def test_steps_are_of_the_layer_s_implementation(implementation, steps):
+    layer = make(seq_len=96, implementation=implementation)
+    _, cache = jax.eval_shape(layer.prefill, inputs(1, 8, F))
+    assert {x.implementation for x in (cache.windows, cache.blocks, cache.sliding)} == {steps}

@@ -237,3 +237,38 @@ def test_linen_reads_prompts():
     close(out, wanted[:, :15])
     out, _ = layer.apply(variables, X[:, 15], cache, jnp.full(2, 15), method="decode_step")
     close(out, wanted[:, 15])
+
+
+def test_generate():
+    """Prompts that see themselves whole, padded on either side, against steps of one token by the whole model."""
+    net, lengths = model(), np.array([9, 4])
+    tokens = np.random.default_rng(3).integers(1, 11, (2, 9))
+    order = np.asarray(sl.prefix_order(lengths, T))
+    result = sl.generate(net, tokens, 5, lengths=lengths, order_ids=order[:, :9])
+    texts = np.zeros((2, T), int)
+    texts[:, :9] = np.where(np.arange(9) < lengths[:, None], tokens, 0)
+    for count in range(5):
+        logits = np.asarray(net(texts, order_ids=order))
+        position = lengths + count
+        texts[np.arange(2), position] = logits[np.arange(2), position - 1].argmax(-1)
+        np.testing.assert_array_equal(result[:, count], texts[np.arange(2), position])
+    padded = [
+        np.stack([np.roll(x, 9 - n) for x, n in zip(array[:, :9], lengths, strict=True)]) for array in (tokens, order)
+    ]
+    left = sl.generate(net, padded[0], 5, lengths=lengths, padding_side="left", order_ids=padded[1])
+    np.testing.assert_array_equal(left, result)
+    assert sl.generate(net, tokens[:1], 2, order_ids=order[:1, :9], on_tokens=lambda _: None).shape == (1, 2)
+
+
+def test_generate_refuses_ids_of_another_shape_or_model():
+    prompts = np.zeros((1, 9), int)
+    with pytest.raises(ValueError, match=r"order_ids must have one id for each token of prompts, \(1, 9\), got shape"):
+        sl.generate(model(), prompts, 2, order_ids=np.zeros((1, 8), int))
+
+    class Other:
+        def prefill(self, tokens, lengths): ...
+
+        def decode_step(self, tokens, caches, position): ...
+
+    with pytest.raises(ValueError, match="order_ids must be None for a model whose prefill has no argument order_ids"):
+        sl.generate(Other(), prompts, 2, order_ids=prompts)

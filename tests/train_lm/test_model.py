@@ -124,6 +124,47 @@ def test_packed_documents_do_not_see_each_other():
     assert abs(mean_loss(model, Batch(tokens, None)) - loss) > 1e-4
 
 
+def test_a_prefix_sees_itself_and_the_suffix_is_predicted():
+    config = Config(**{**TINY, "objective": "prefix", "pattern": "bidirectional"})
+    rng, prefix = np.random.default_rng(0), 12
+    tokens = rng.integers(0, 256, (1, 33)).astype(np.int32)
+    answers = np.arange(1, 33)[None] >= prefix
+    order = np.asarray(sl.prefix_order(np.array([prefix]), 32))
+
+    def loss(model, tokens):
+        return mean_loss(model, Batch(tokens, None, answers, order))
+
+    model, other = build(config), tokens.copy()
+    other[0, 1:prefix] = other[0, 1:prefix][::-1]
+    assert abs(loss(model, other) - loss(model, tokens)) > 1e-4  # it sees the prefix, and does not predict it
+    logits = [model(x[:, :-1], order_ids=order) for x in (tokens, np.where(np.arange(33) == 31, 0, tokens))]
+    np.testing.assert_allclose(logits[0][:, :31], logits[1][:, :31], atol=1e-5)  # none sees a later byte
+    causal = build(Config(**{**TINY, "objective": "suffix", "pattern": "all"}))
+    np.testing.assert_allclose(
+        mean_loss(causal, Batch(tokens, None, answers)),
+        mean_loss(model, Batch(tokens, None, answers, np.arange(32)[None])),
+        rtol=1e-5,
+    )
+
+
+def test_prefixes_of_a_run():
+    """They are drawn for each step, and cover all lengths."""
+    source = Config(**{**TINY, "objective": "prefix", "pattern": "bidirectional", "batch_size": 64}).source()
+    batches = [source.batch(0), source.batch(1), source.heldout(64)]
+    prefixes = [(batch.order_ids == batch.order_ids[:, :1]).sum(1) for batch in batches]  # 1 stands for 0 and 1
+    for batch, lengths in zip(batches, prefixes, strict=True):
+        assert batch.order_ids.shape == (64, 32) and batch.order_ids.dtype == np.int32
+        np.testing.assert_array_equal(batch.order_ids, np.maximum(np.arange(32), lengths[:, None] - 1))
+        shorter = np.arange(1, 33) >= lengths[:, None]
+        assert (batch.answers == shorter)[lengths > 1].all() and batch.answers[lengths <= 1].all()
+        assert lengths.min() <= 3 and lengths.max() >= 29
+    assert not np.array_equal(prefixes[0], prefixes[1])
+    np.testing.assert_array_equal(source.batch(1).order_ids, batches[1].order_ids)
+    suffix = Config(**{**TINY, "objective": "suffix", "batch_size": 64}).source().batch(0)
+    assert suffix.order_ids is None
+    np.testing.assert_array_equal(suffix.answers, batches[0].answers)
+
+
 def test_dropout_is_that_of_the_step():
     run = Run(Config(**{**TINY, "dropout": 0.5}))
     state, batch = run.init(), Batch(np.zeros((2, 33), np.int32), None)

@@ -282,6 +282,8 @@ def test_what_auto_stands_for_is_saved(finished):
         (["--compare", "causal", "--pattern", "causal"], "leave out --pattern"),
         (["--resume"], "holds no checkpoint of this example: start the run without --resume"),
         (["--separator", "x"], "--separator begins a document, which only --packed keeps apart"),
+        (["--objective", "prefix", "--packed"], "--objective prefix has one prefix a sequence, which --packed cuts"),
+        (["--objective", "prefix", "--pattern", "moba:block=16,count=1"], "a scorer selects earlier blocks alone"),
         (["--seed", str(10**30)], "--seed must be below"),
         (["--seq-len", "1"], "--sample-tokens 0"),
     ],
