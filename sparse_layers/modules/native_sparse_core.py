@@ -166,9 +166,9 @@ class NativeSparseCore:
         _refuse_options(**options)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *keys_and_values = self._forward(inputs, None, selection)
-        options: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        options["implementation"] = self.sliding.cache_implementation
-        return out, NSACache.filled(self.pattern, self.seq_len, lengths, *keys_and_values, **options)
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        settings: Any = heads | {"implementation": self.sliding.cache_implementation}
+        return out, NSACache.filled(self.pattern, self.seq_len, lengths, *keys_and_values, **settings)
 
     def decode_step(
         self,

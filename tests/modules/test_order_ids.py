@@ -252,9 +252,7 @@ def test_generate():
         position = lengths + count
         texts[np.arange(2), position] = logits[np.arange(2), position - 1].argmax(-1)
         np.testing.assert_array_equal(result[:, count], texts[np.arange(2), position])
-    padded = [
-        np.stack([np.roll(x, 9 - n) for x, n in zip(array[:, :9], lengths, strict=True)]) for array in (tokens, order)
-    ]
+    padded = [np.stack([np.roll(x[i, :9], 9 - n) for i, n in enumerate(lengths)]) for x in (tokens, order)]
     left = sl.generate(net, padded[0], 5, lengths=lengths, padding_side="left", order_ids=padded[1])
     np.testing.assert_array_equal(left, result)
     assert sl.generate(net, tokens[:1], 2, order_ids=order[:1, :9], on_tokens=lambda _: None).shape == (1, 2)
