@@ -91,7 +91,7 @@ def describe(
         a compute capability, "9.0" or (9, 0), for the first GPU of the list that has it. An unknown name ends in an
         error with this list. The plan and the kernels are then those of this GPU, but a `Plan` stays as it is. Triton
         must be installed. None for the device at hand.
-      segment_ids: True if calls have segment ids, which may change the kernels. The kernels are those of one batch
+      segment_ids: True if calls have segment ids or order ids, which change kernels. The kernels are those of one batch
         entry on one device, with the heads, head size, dtype and options of a layer; the text says what is assumed.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.

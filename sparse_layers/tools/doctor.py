@@ -95,12 +95,13 @@ def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str
     With ``unnamed``, for a call with ``implementation=None``, also why another one may be the better choice.
     """
     backend, plan = IMPLEMENTATIONS[implementation], check.plan(implementation)
-    ids = check.segment_ids()
-    segments = None if ids is None else (jnp.asarray(ids), jnp.asarray(ids))
+    segments, ordering = (
+        None if ids is None else (jnp.asarray(ids),) * 2 for ids in (check.segment_ids(), check.order_ids())
+    )
     blocks = (64, 64)  # of masks known at run time only
     call = Call(plan, blocks, blocks, (plan.fwd_params, plan.bwd_params), _SIZE**-0.5, None)
     try:
-        operands = Operands(*check.arrays()[:3], segments=segments)
+        operands = Operands(*check.arrays()[:3], segments=segments, order_ids=ordering)
         not_preferred = getattr(backend, "not_preferred", None) if unnamed else None
         return backend.unsupported(call, operands) or (not_preferred(call, operands) if not_preferred else None)
     except Exception as error:
@@ -169,7 +170,7 @@ class Check:
     mask: Mask  # the pattern
     length: int  # tokens; no multiple of any block size
     dtype: str  # of query, key, value and out
-    documents: bool = False  # whether there are segment ids: three documents, then padding
+    documents: bool = False  # whether there are segment ids, three documents and padding, and order ids
     block: int | None = None  # block size of queries and keys; None leaves it to the library
     steps: int = 0  # of decoding, which add the last tokens; then out alone is compared, of these
 
@@ -191,6 +192,12 @@ class Check:
         ends = [self.length * share // 10 for share in (2, 5, 9)]
         ids = np.array([7, 0, 3, -1], np.int32)[np.searchsorted(ends, np.arange(self.length), side="right")]
         return np.broadcast_to(ids, (_BATCH, self.length))
+
+    def order_ids(self) -> np.ndarray | None:
+        """int32 [B, T], tokens in blocks that see themselves whole, or None."""
+        if not self.documents:
+            return None
+        return np.broadcast_to(np.arange(self.length, dtype=np.int32) // 24, (_BATCH, self.length))
 
     def arrays(self) -> list[jax.Array]:
         """Query [B, T, N, H], key and value [B, T, K, H], and the gradient of out [B, T, N, H], in the dtype."""
@@ -281,12 +288,13 @@ def _answers(implementation: str, check: Check) -> dict[str, np.ndarray]:
     """Returns the op's results in float64 by the names of `ANSWERS`; of decoding steps, out alone."""
     if check.steps:
         return {"out": np.asarray(_decoded(implementation, check)).astype(np.float64)}
-    plan, ids = check.plan(implementation), check.segment_ids()
+    plan = check.plan(implementation)
+    options: dict[str, Any] = {"segment_ids": check.segment_ids(), "order_ids": check.order_ids()}
 
     @jax.jit
     def run(query, key, value, dout):
         def attend(query, key, value):
-            return block_sparse_attention(query, key, value, plan, segment_ids=ids, implementation=implementation)
+            return block_sparse_attention(query, key, value, plan, implementation=implementation, **options)
 
         out, pullback = jax.vjp(attend, query, key, value)
         return out, *pullback(dout)
@@ -326,6 +334,8 @@ def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     allowed = check.mask.dense(check.length)[None, None]
     if (ids := check.segment_ids()) is not None:
         allowed = allowed & oracle.same_segment(ids, ids)
+    if (ids := check.order_ids()) is not None:
+        allowed = allowed & oracle.in_order(ids, ids)
     # Of the steps of decoding; without any, of all tokens.
     query, dout, allowed = query[:, -check.steps :], dout[:, -check.steps :], allowed[:, :, -check.steps :]
     exact = oracle.DenseAttention(query, key, value, allowed, dout)
