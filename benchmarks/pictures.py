@@ -225,6 +225,22 @@ def small() -> Figure:
     return figure
 
 
+def prefix() -> Figure:
+    """Held-out bits per byte behind random prefixes, which see themselves whole, or are causal."""
+    runs = json.loads((RUNS / "prefix.json").read_text(encoding="utf-8"))["results"]
+    labels = {"prefix": "prefixes see themselves whole", "suffix": "causal"}
+    figure = Figure(figsize=(WIDTH, 3.2))
+    axes: Any = figure.subplots()
+    for run in runs:
+        style: dict[str, Any] = {"color": DENSE, "linestyle": "--"} if run["objective"] == "suffix" else {"color": "C0"}
+        axes.plot(run["rows"]["step"], run["rows"]["heldout_bpb"], label=labels[run["objective"]], **style)
+    axes.set(
+        ylim=(2, 3.4), xlabel="steps of 1,024 bytes; bytes behind the prefixes count", ylabel="held-out bits per byte"
+    )
+    axes.legend()
+    return figure
+
+
 PICTURES = {
     "h200": functools.partial(beside, "h200"),
     "h100": functools.partial(beside, "h100"),
@@ -232,6 +248,7 @@ PICTURES = {
     "tpu": tpu,
     "recall": recall,
     "small": small,
+    "prefix": prefix,
     "chain": chain,
     "overview": overview,
     "lengths": lengths,
