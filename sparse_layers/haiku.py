@@ -416,13 +416,13 @@ class SparseTransformerBlock(hk.Module):
           ValueError: x of other features, dropout that is neither switched on nor off, or without a key in ``apply``;
             errors of `SparseSelfAttention`.
         """
-        check_block_input(self.features, x, deterministic)
+        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        check_block_input(self.features, x, deterministic, ids=ids)
         if self.dropout_rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "
                 "whether to drop"
             )
-        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
         options = {**ids, "selection": selection, "positions": positions}
         apply = functools.partial(apply_block, self, deterministic=deterministic, call_options=options)
         return (hk.remat(apply) if self.remat else apply)(x)

@@ -178,8 +178,13 @@ HINTS: dict[str, Hints] = {
         ),
     ),
     **dict.fromkeys(
-        ("bidirectional_mask", "token_type_ids"),
+        ("bidirectional_mask", "token_type_ids", "image_mask"),
         _say("spans that see themselves whole are order_ids=sl.span_order(spans), with spans a bool array [B, T]"),
+    ),
+    "order_ids": (
+        ("recompute", "it is an argument of the function's call: functools.partial(attention_fn, order_ids=ids)"),
+        ("position", "a step sees all tokens before it that the pattern allows: order_ids= is an argument of prefill"),
+        *_say("order_ids= is an argument of the call of layers, models, attention functions and the op"),
     ),
     "mask_ar": _say("it is order_ids=jnp.cumsum(mask_ar, axis=1)"),
     **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "seqused_k"), _LENGTHS),
@@ -290,6 +295,7 @@ BY_ENTRY = (
     "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
     "padding are segment_ids=, prefixes and spans order_ids="
 )
+BOOL_ORDER = "of bools that are True in spans that see themselves whole, write sl.span_order(spans)"
 BOOL_IDS = "of bools that are True for tokens and False for padding, write jnp.where(valid, 0, -1)"
 REVERSE_ONLY = (
     "block_sparse_attention has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad, jax.vjp "

@@ -156,10 +156,10 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         Raises:
           ValueError, TypeError: see there; dropout that is neither switched on nor off.
         """
-        check_block_input(self.features, x, deterministic)
+        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        check_block_input(self.features, x, deterministic, ids=ids)
         # Flax's layer needs the flag even without dropout.
         deterministic = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        ids = {"segment_ids": segment_ids, "order_ids": order_ids}
         options = {**ids, "selection": selection, "positions": positions}
         return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 

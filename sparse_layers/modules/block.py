@@ -213,8 +213,8 @@ class SparseTransformerBlock(nnx.Module):
           ValueError: see `SparseSelfAttention`; a deterministic that is not a bool.
           TypeError: an argument that is not an array.
         """
-        check_block_input(self.features, x, deterministic)
         ids = {"segment_ids": segment_ids, "order_ids": order_ids}
+        check_block_input(self.features, x, deterministic, ids=ids)
         options = {**ids, "selection": selection, "positions": positions}
         return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 

@@ -1,7 +1,7 @@
 """The core of residual blocks, without a framework: NNX, Linen and Haiku make its layers, and call it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -11,6 +11,7 @@ from .activations import activate
 from .core import Projection
 from .options import PrefillOptions, StepOptions
 from .settings import check_features, check_settings
+from .step import check_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +89,18 @@ def apply_block(block: Any, x: jax.Array, deterministic: bool | None, call_optio
 
 
 def check_block_input(
-    features: int, x: jax.Array, deterministic: bool | None = None, shape: str = "[..., T, {}]"
+    features: int,
+    x: jax.Array,
+    deterministic: bool | None = None,
+    shape: str = "[..., T, {}]",
+    ids: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuses wrong inputs of a block before its norm fails on them."""
+    """Refuses wrong inputs of a block before its norm fails on them, or `jax.checkpoint` cuts 64-bit ids off."""
     check_features("x", x, shape.format(features), features)
     check_settings(deterministic=deterministic)
+    for name, array in (ids or {}).items():
+        if array is not None:
+            check_ids(name, array, [x.shape[:-1]])
 
 
 def norm_positions(norm_placement: str) -> tuple[bool, bool]:

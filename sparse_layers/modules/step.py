@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 
 from ..arguments.checks import as_float
 from ..arguments.foreign import one_line
 from ..masks.adapters import by_entry
-from ..ops.kernels.validation import transposed_hint
+from ..ops.kernels.validation import check_int32, shared_hint, transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import masks_and_scorer
@@ -197,8 +198,10 @@ def check_ids(name: str, ids: Any, tokens: list[tuple[int, ...]]) -> None:
     for name, array, shape in zip(names, arrays, tokens, strict=True):
         check_array(name, array, "[..., T]")
         if array.shape != shape:
-            hint = transposed_hint(array.shape, shape)
+            hint = transposed_hint(array.shape, shape) or shared_hint(array.shape, shape)
             raise ValueError(f"{name} must have one id a token, {shape}, got shape {array.shape}{hint}")
+        if isinstance(array, np.ndarray) and array.dtype.kind in "iu":  # `jax.checkpoint` would cut 64 bits off
+            check_int32(name, array)
 
 
 def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:

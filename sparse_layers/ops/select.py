@@ -52,6 +52,7 @@ def select_blocks(
         return jnp.repeat(block_ids, heads // block_ids.shape[2], axis=2)
 
     segments, orders = (x if x is None or isinstance(x, tuple) else (x, x) for x in (segment_ids, order_ids))
+    orders = jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.int32), orders)  # the op refuses what does not fit
     if pooled is not None and query_sharding is not None:  # devices cannot split windows as they split tokens
         query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
     arrays = jax.lax.stop_gradient((query, key, key if pooled is None else pooled))

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,14 @@ from ..ops.planning.selection import Selection, checked_position, checked_sizes,
 
 # Bytes of scores that exist at a time: queries are scored in chunks of this size.
 _SCORE_BYTES = 1 << 28
+
+
+class _OrderLimits(NamedTuple):
+    """The least order ids of queries that see keys."""
+
+    window: jax.Array  # int32 [B, W]: that see all keys of a window
+    block: jax.Array  # int32 [B, blocks]: that see a key of a block
+    has_keys: jax.Array  # bool [B, blocks]: False if a block is all padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +315,7 @@ class Scorer(abc.ABC):
         fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
         limits, q_order = None, start
         if order_ids is not None:
-            q_order, limits = order_ids[0], self._least_orders(order_ids[1], segments, pooled.shape[1])
+            q_order, limits = order_ids[0], self._order_limits(order_ids[1], segments, pooled.shape[1])
             fused = False  # kernels know positions alone
         if first is not None:  # queries behind the last token get its position
             position = jnp.minimum(position + first, length - 1)
@@ -323,8 +331,8 @@ class Scorer(abc.ABC):
             by_query = query, position[None], start, q_order
             chunk = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in by_query)
             q_rows, positions, starts, orders = chunk
-            order_limits = None if limits is None else (orders, *limits)
-            chunk_ids = self.select_rows(q_rows, pooled, positions, starts, length, scale, fused, order_limits)
+            order_of_rows = None if limits is None else (orders, limits)
+            chunk_ids = self.select_rows(q_rows, pooled, positions, starts, length, scale, fused, order_of_rows)
             return jax.lax.dynamic_update_slice_in_dim(ids, chunk_ids, begin, axis=1)
 
         ids = jnp.zeros((batch, num_queries, groups, self.count), jnp.int32)
@@ -342,7 +350,7 @@ class Scorer(abc.ABC):
         length: int,
         scale: float | None,
         fused: bool = False,
-        order_limits: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+        order: "tuple[jax.Array, _OrderLimits] | None" = None,
     ) -> jax.Array:
         """Selects key blocks for R queries: returns ids [B, R, G, count].
 
@@ -353,8 +361,7 @@ class Scorer(abc.ABC):
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
           fused: True if a kernel selects, and one computes the scores if it knows the formula.
-          order_limits: order ids of the queries [B, R], and the least ones that see all of each window [B, W] and a key
-            of each block [B, blocks]; or None.
+          order: order ids of the queries [B, R], and the limits of the keys; or None.
         """
         blocks, (size, stride), places = -(-length // self.block), self.window, (position, start)
         begin = (jnp.arange(pooled.shape[1]) * stride)[None, None]
@@ -364,9 +371,14 @@ class Scorer(abc.ABC):
             scores = score.score_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
             seen = (begin + size - 1 <= position) & (begin >= start)
-            if order_limits is not None:
-                seen = seen & (order_limits[1][:, None] <= order_limits[0][..., None])
+            if order is not None:
+                seen = seen & (order[1].window[:, None] <= order[0][..., None])
             scores = self.scores(query, pooled, seen, factor)[..., :blocks]
+        if order is not None and self.window == (self.block, self.block):
+            # A method may score windows that are not seen. Hidden keys must not count, so these blocks come last.
+            windows = scores.shape[-1]
+            least = jnp.finfo(scores.dtype).min
+            scores = jnp.where((order[1].window[:, None, :windows] <= order[0][..., None])[:, :, None], scores, least)
         heads = (query if self.per_query_head else pooled).shape[2]
         if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
             raise ValueError(
@@ -379,8 +391,10 @@ class Scorer(abc.ABC):
             return choose.select_by_scores(self._rule, scores, *places)
         own_block, first_block, block = position // self.block, start // self.block, np.arange(blocks)[None, None]
         allowed = (first_block <= block) & (block <= own_block)
-        if order_limits is not None:
-            allowed = allowed & (order_limits[2][:, None] <= order_limits[0][..., None])
+        if order is not None:
+            q_order, limits = order[0][..., None], order[1]
+            sees_block = (limits.block[:, None] <= q_order) & limits.has_keys[:, None]
+            allowed = allowed & (sees_block | (block == own_block))
         forced = allowed & ((block < first_block + self.first) | (block > own_block - self.local))
         # Scores of infinity and NaN must not come before forced blocks.
         largest = np.nextafter(jnp.finfo(scores.dtype).max, 0, dtype=scores.dtype)
@@ -388,19 +402,23 @@ class Scorer(abc.ABC):
         scores = jnp.where(forced[:, :, None], jnp.inf, jnp.where(allowed[:, :, None], scores, -jnp.inf))
         return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
 
-    def _least_orders(
+    def _order_limits(
         self, order: jax.Array, segments: tuple[jax.Array, jax.Array] | None, windows: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the least order ids of queries that see a whole window [B, W], and a key of a block [B, blocks].
-
-        ``order`` are those of keys [B, T]; padding counts in no block.
-        """
-        size, stride = self.window
-        largest = np.iinfo(np.int32).max
-        tokens = np.arange(windows)[:, None] * stride + np.arange(size)
-        orders = order if segments is None else jnp.where(segments[1] < 0, largest, order)
-        blocks = jnp.pad(orders, [(0, 0), (0, -order.shape[1] % self.block)], constant_values=largest)
-        return order[:, tokens].max(-1), blocks.reshape(len(order), -1, self.block).min(-1)
+    ) -> "_OrderLimits":
+        """Returns the limits of keys with order ids [B, T]. Of a block's documents, later queries may see the last."""
+        (size, stride), length = self.window, order.shape[1]
+        blocks, largest = -(-length // self.block), np.iinfo(np.int32).max
+        ids = jnp.zeros_like(order) if segments is None else segments[1]
+        ids = jnp.pad(ids, [(0, 0), (0, blocks * self.block - length)], constant_values=-1)
+        by_block = ids.reshape(len(ids), blocks, self.block)
+        counted = _in_last_document(by_block) & (by_block >= 0)
+        order_by_block = jnp.pad(order, [(0, 0), (0, blocks * self.block - length)]).reshape(by_block.shape)
+        least = jnp.where(counted, order_by_block, largest).min(-1)
+        if (size, stride) == (self.block, self.block):
+            whole = jnp.where(counted, order_by_block, -largest - 1).max(-1)[:, :windows]
+        else:
+            whole = order[:, np.arange(windows)[:, None] * stride + np.arange(size)].max(-1)
+        return _OrderLimits(whole, least, counted.any(-1))
 
     @property
     def _rule(self) -> choose.SelectionRule:
@@ -438,11 +456,16 @@ def _last_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
     batch, windows = len(ids), ids.shape[1] // size
     full, shape = windows * size, (batch, windows, size)
     ids, keys = ids[:, :full].reshape(shape), key[:, :full].reshape(*shape, *key.shape[2:])
-    last = jnp.where(ids >= 0, np.arange(size)[None, None], 0).max(-1, keepdims=True)
-    in_last = (ids == jnp.take_along_axis(ids, last, -1))[..., None, None]
+    in_last = _in_last_document(ids)[..., None, None]
     number = in_last.sum(2, keepdims=True, dtype=jnp.float32)
     mean = jnp.where(in_last, keys.astype(jnp.float32), 0).sum(2, keepdims=True) / number
     return jnp.where(in_last, keys, mean.astype(keys.dtype)).reshape(batch, full, *key.shape[2:])
+
+
+def _in_last_document(ids: jax.Array) -> jax.Array:
+    """Returns True for the ids of each row [.., size] that equal its last id >= 0; of padding alone, its first id."""
+    last = jnp.where(ids >= 0, np.arange(ids.shape[-1]), 0).max(-1, keepdims=True)
+    return ids == jnp.take_along_axis(ids, last, -1)
 
 
 def _first_tokens(ids: jax.Array) -> jax.Array:

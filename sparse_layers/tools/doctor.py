@@ -95,12 +95,12 @@ def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str
     With ``unnamed``, for a call with ``implementation=None``, also why another one may be the better choice.
     """
     backend, plan = IMPLEMENTATIONS[implementation], check.plan(implementation)
-    ids = {"segments": check.segment_ids(), "order_ids": check.order_ids()}
-    pairs: Any = {name: None if x is None else (jnp.asarray(x), jnp.asarray(x)) for name, x in ids.items()}
+    arrays = {"segments": check.segment_ids(), "order_ids": check.order_ids()}
+    pairs: Any = {name: None if x is None else (jnp.asarray(x), jnp.asarray(x)) for name, x in arrays.items()}
     blocks = (64, 64)  # of masks known at run time only
     call = Call(plan, blocks, blocks, (plan.fwd_params, plan.bwd_params), _SIZE**-0.5, None)
     try:
-        operands = Operands(*check.arrays()[:3], **pairs)
+        operands = Operands(*check.arrays()[:3], segments=pairs["segments"], order_ids=pairs["order_ids"])
         not_preferred = getattr(backend, "not_preferred", None) if unnamed else None
         return backend.unsupported(call, operands) or (not_preferred(call, operands) if not_preferred else None)
     except Exception as error:

@@ -100,7 +100,13 @@ MISUSES = [
     Misuse("cache.step(x, x, x, at, scale='a')", ValueError, "scale", "'a'", NUMBER),
     Misuse("cache.step(x, x, x, at, logits_soft_cap=0)", ValueError, "logits_soft_cap", "0", "must be > 0 or None"),
     Misuse("cache.step(x, x, x, at, sinks=jnp.zeros(3))", ValueError, "sinks", "(3,)", "shape [N] = (4,)"),
-    Misuse("cache.step(x, x, x, at, order_ids=at)", TypeError, "order_ids", "KVCache.step: unknown", "Known: index"),
+    Misuse(
+        "cache.step(x, x, x, at, order_ids=at)",
+        TypeError,
+        "order_ids",
+        "KVCache.step: unknown",
+        "is an argument of prefill",
+    ),
     Misuse(
         "cache.step(x, x, x, at, segment_ids=at)", TypeError, "segment_ids", "KVCache.step: unknown", "Known: index"
     ),

@@ -91,8 +91,11 @@ MISUSES = [
     Misuse("op(q, k, v, mask, segment_ids=[[0], [0, 1]])", ValueError, "segment_ids", "[[0], [0, 1]]", IDS),
     Misuse("op(q, k, v, mask, segment_ids=(ids, None))", ValueError, "segment_ids of keys", "None", IDS),
     Misuse("op(q, k, v, mask, order_ids=ids * 1.0)", ValueError, "order_ids of queries", "order_ids.astype(", IDS),
-    Misuse("op(q, k, v, mask, order_ids=ids > 0)", ValueError, "order_ids of queries", "bool", IDS),
-    Misuse("op(q, k, v, mask, order_ids=ids[0])", ValueError, "order_ids of queries", "(32,)", IDS),
+    Misuse("op(q, k, v, mask, order_ids=ids > 0)", ValueError, "order_ids of queries", "bool", "sl.span_order(spans)"),
+    Misuse(
+        "op(q, k, v, mask, order_ids=ids[0])", ValueError, "order_ids of queries", "(32,)", "broadcast_to(x, (2, 32))"
+    ),
+    Misuse("op(q, k, v, mask, order_ids=[ids, ids])", ValueError, "order_ids", "a list of two", "a pair is a tuple"),
     Misuse("op(q, k, v, mask, order_ids=ids.T)", ValueError, "order_ids of queries", "(32, 2)", "write x.T"),
     Misuse("op(q, k, v, mask, order_ids=[[0], [0, 1]])", ValueError, "order_ids", "[[0], [0, 1]]", IDS),
     Misuse("op(q, k, v, mask, order_ids=(ids, ids[:, :9]))", ValueError, "order_ids of keys", "(2, 9)", IDS),

@@ -175,6 +175,55 @@ def test_scorers_select_no_block_that_no_query_may_see(name):
     assert (least[np.where(chosen, ids, 0)] <= order[0][None, :, None, None])[chosen].all()
 
 
+def test_a_hidden_key_does_not_count_in_a_selection():
+    q, k, v = (np.random.default_rng(i).standard_normal((1, 128, 2, 16)).astype(np.float32) for i in range(3))
+    order, changed = np.arange(128)[None], k.copy()
+    order[0, 5], changed[:, 5] = 10**6, 1000 * changed[:, 5]
+    fn = sl.make_attention_fn(sl.MoBA(block=16, count=2), 128)
+    ours, theirs = fn(q, k, v, order_ids=order), fn(q, changed, v, order_ids=order)
+    np.testing.assert_array_equal(np.delete(ours, 5, axis=1), np.delete(theirs, 5, axis=1))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.uint8, np.int64])
+def test_selections_do_not_depend_on_the_dtype_of_ids(dtype):
+    q, k, v = (np.random.default_rng(i).standard_normal((1, 128, 2, 16)).astype(np.float32) for i in range(3))
+    segments, order = np.where((np.arange(128) >= 16) & (np.arange(128) < 64), -1, 0)[None], np.full((1, 128), 5)
+    fn = sl.make_attention_fn(sl.MoBA(block=16, count=3), 128)
+    results = [fn(q, k, v, segment_ids=segments, order_ids=order.astype(x)) for x in (dtype, np.int32)]
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("largest", [5, 2**31 - 1])
+def test_scorers_leave_out_padding_and_other_documents(largest):
+    q, k = (np.random.default_rng(i).standard_normal((1, 96, 1, 8)).astype(np.float32) for i in range(2))
+    scorer, position = sl.MoBA(block=16, count=3), np.arange(96)
+    padded = np.where((position >= 16) & (position < 64), -1, 0)[None]
+    ids = scorer.select(q, k, padded, order_ids=np.full((1, 96), largest)).ids
+    assert not np.isin(ids[0, 64:], [1, 2, 3]).any() and (np.isin(ids[0, 80:], [0, 4, 5])).all()
+    # Of the block with two documents, later queries see keys of the second alone, which have ids that are too large.
+    segments, order = (
+        (position >= 24).astype(int)[None],
+        np.where(position < 24, 0, np.where(position < 32, 9, 5))[None],
+    )
+    ids = scorer.select(q, k, segments, order_ids=order).ids
+    assert not (np.asarray(ids[0, 32:]) == 1).any()
+
+
+def test_scorers_take_an_empty_batch():
+    x = np.zeros((0, 128, 2, 16), np.float32)
+    fn = sl.make_attention_fn(sl.MoBA(block=16, count=2), 128)
+    assert fn(x, x, x, order_ids=np.zeros((0, 128), int)).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["order_ids", "segment_ids"])
+@pytest.mark.parametrize("make", [block, functools.partial(block, remat=True), nnx_layer])
+def test_ids_of_64_bits_are_not_cut_off(make, name):
+    ids = np.where(np.arange(T) < 9, 0, 2**32)[None].repeat(2, 0)
+    with pytest.raises(ValueError, match=f"{name} must fit into int32, got 0 to 4294967296"):
+        make()(X, **{name: ids})
+    np.testing.assert_array_equal(make()(X, **{name: ids >> 32}), make()(X, **{name: (ids >> 32).astype(np.int8)}))
+
+
 def test_a_layer_with_a_scorer():
     """Attention to the selected blocks, within the order of ids."""
     layer = sl.SparseSelfAttention(

@@ -85,6 +85,9 @@ def _table():
     yield Case("full", sl.Full(), 96, granularity=16, scope="N", sinks=True)  # free but for the parts that chose
     yield Case("documents", window, 75, 130, segments=ids, granularity=16, soft_cap=2.0, sinks=True, scale=0.5)
     yield Case("documents-tokens", sl.Full(), 75, 130, segments=ids, scope="N", block=16)
+    order = cases._levels(2, 75, 130)
+    yield Case("order", window, 75, 130, order_ids=order, granularity=16, sinks=True)
+    yield Case("order-tokens", sl.Full(), 75, 130, segments=ids, order_ids=order, scope="N", block=16)
     yield Case("heads-in-turn", (causal, sl.Window(50)), 100, granularity=16, scope="1", block=16)
     yield Case("tables", (array, causal), 75, 130, scope="K", block=16, heads=(4, 1))
     yield Case("table", array, 75, 130, granularity=64, block=16, core=False)
@@ -101,6 +104,8 @@ def _table():
     yield Case("scattered", causal, 300, heads=(4, 2), sinks=True, **many)
     yield Case("scattered-heads", (sl.Full(), sl.Window(300)), 70, 500, heads=(4, 2), scope="1", soft_cap=2.0, **many)
     yield Case("scattered-documents", sl.Full(), 75, 700, segments=cases._documents(1, 75, 700), scope="N", **many)
+    levels = {"order_ids": cases._levels(1, 75, 700), "segments": cases._documents(1, 75, 700)}
+    yield Case("scattered-order", sl.Full(), 75, 700, scope="N", **many, **levels)
     yield Case("scattered-many", sl.Full(), 70, 900, heads=(8, 2), k=9, block=48, batch=2, sizes=(16, 24))
     yield Case("scattered-run-time", rare, 70, 750, heads=(2, 2), scope="1", k=3, block=32)
     yield Case("scattered-bfloat16", sl.Window(300), 70, 900, k=4, block=144, **large | {"heads": (4, 2)})

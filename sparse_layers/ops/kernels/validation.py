@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...arguments.checks import as_float
-from ...arguments.foreign import BOOL_IDS, one_line, scorer_hint, shown
+from ...arguments.foreign import BOOL_IDS, BOOL_ORDER, one_line, scorer_hint, shown
 from ..planning.selection import Selection, known
 
 
@@ -117,6 +117,8 @@ def checked_ids(
     if token_ids is None:
         return None
     t, s = lengths
+    if isinstance(token_ids, list) and len(token_ids) == 2 and all(hasattr(ids, "shape") for ids in token_ids):
+        raise ValueError(f"{argument} must be an array or a pair, got a list of two: a pair is a tuple, write (a, b)")
     if not isinstance(token_ids, tuple):
         if t != s:
             raise ValueError(f"{argument} must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
@@ -128,23 +130,29 @@ def checked_ids(
         name = f"{argument} of {name}"
         shape, ids_shape = (*batch, length), getattr(ids, "shape", ())
         hint = swapped_hint(t, heads, ids_shape[-1:]) if len(ids_shape) == len(shape) else ""
-        hint = hint or transposed_hint(ids_shape, shape)
+        hint = hint or transposed_hint(ids_shape, shape) or shared_hint(ids_shape, shape)
         dtype = getattr(ids, "dtype", np.int32)
-        is_mask = argument == "segment_ids" and dtype == np.dtype(bool)
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        hint += f"; {BOOL_IDS}" * is_mask + f"; of floats, write {argument}.astype(jnp.int32)" * is_float
+        if dtype == np.dtype(bool):
+            hint += f"; {BOOL_IDS if argument == 'segment_ids' else BOOL_ORDER}"
+        elif jnp.issubdtype(dtype, jnp.floating):
+            hint += f"; of floats, write {argument}.astype(jnp.int32)"
         ids = checked_numbers(name, ids, shape, jnp.integer, f"integers of shape {shape}", hint)
-        if not np.can_cast(ids.dtype, np.int32):
-            # Truncated to 32 bits, two segments could become one, or padding.
-            if isinstance(ids, jax.core.Tracer):
-                raise ValueError(
-                    f"{name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
-                    f"write .astype(jnp.int32) behind them, got {ids.dtype}"
-                )
-            if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-                raise ValueError(f"{name} must fit into int32, got {ids.min()} to {ids.max()}")
+        check_int32(name, ids)
         pair.append(jnp.asarray(ids, jnp.int32).reshape(*(batch or (1,)), length))
     return pair[0], pair[1]
+
+
+def check_int32(name: str, ids: Any) -> None:
+    """Refuses ids that do not fit into int32: truncated, two segments could become one, or padding."""
+    if np.can_cast(ids.dtype, np.int32):
+        return
+    if isinstance(ids, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be int32 or smaller inside jit, where nobody sees which numbers fit: write "
+            f".astype(jnp.int32) behind them, got {ids.dtype}"
+        )
+    if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise ValueError(f"{name} must fit into int32, got {ids.min()} to {ids.max()}")
 
 
 def checked_visibility(
@@ -203,6 +211,12 @@ def transposed_hint(shape: Any, wanted: Sequence[int]) -> str:
     """
     is_transposed = len(wanted) == 2 and tuple(shape) == tuple(wanted)[::-1] != tuple(wanted)
     return "; its axes come in the other order: write x.T" if is_transposed else ""
+
+
+def shared_hint(shape: Any, wanted: Sequence[int]) -> str:
+    """Returns a hint for an error: "" unless ``shape`` is ``wanted`` without its axes of the batch."""
+    is_shared = len(wanted) > 1 and tuple(shape) == tuple(wanted)[-1:]
+    return f"; the same for all, write jnp.broadcast_to(x, {tuple(wanted)})" if is_shared else ""
 
 
 def describe_value(x: Any) -> str:
