@@ -415,10 +415,10 @@ class Scorer(abc.ABC):
         order_by_block = jnp.pad(order, [(0, 0), (0, blocks * self.block - length)]).reshape(by_block.shape)
         least = jnp.where(counted, order_by_block, largest).min(-1)
         if (size, stride) == (self.block, self.block):
-            whole = jnp.where(counted, order_by_block, -largest - 1).max(-1)[:, :windows]
+            greatest = jnp.where(counted, order_by_block, -largest - 1).max(-1)[:, :windows]
         else:
-            whole = order[:, np.arange(windows)[:, None] * stride + np.arange(size)].max(-1)
-        return _OrderLimits(whole, least, counted.any(-1))
+            greatest = order[:, np.arange(windows)[:, None] * stride + np.arange(size)].max(-1)
+        return _OrderLimits(greatest, least, counted.any(-1))
 
     @property
     def _rule(self) -> choose.SelectionRule:
