@@ -99,6 +99,7 @@ def test_it_has_first_derivatives_only(on_a_gpu):
         ({"sinks": jnp.zeros(4)}, "sinks"),
         ({"soft_cap": 3.0}, "a soft cap"),
         ({"segments": (jnp.zeros((2, T), int),) * 2}, "segment ids"),
+        (dict.fromkeys(("segments", "order_ids"), (jnp.zeros((2, T), int),) * 2), "order ids"),
         ({"params": (FwdParams(q_blocksize=64), BwdParams())}, "takes no settings"),
         ({"params": (FwdParams(), BwdParams(deterministic=True))}, "differ from run to run"),
     ],
