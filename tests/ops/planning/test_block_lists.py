@@ -202,6 +202,23 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
     assert candidates.limit(None, None, orders, shape) is candidates
 
 
+def test_order_drops_what_no_query_sees_and_frees_what_all_see():
+    t, s, shape = 96, 120, (16, 16)
+    rng, orders = np.random.default_rng(0), (RowOrder(t), RowOrder(s))
+    most = np.iinfo(np.int32).max
+    q_ids = np.stack([np.arange(t), rng.integers(-9, 9, t), np.full(t, -most - 1), np.full(t, most)]).astype(np.int32)
+    kv_ids = np.stack([np.arange(s), rng.integers(-9, 9, s), np.full(s, most), np.full(s, most)]).astype(np.int32)
+    candidates, _ = lists.planned_block_pairs(natural([sl.Full()], t, s), shape, True)
+    segments = np.zeros((4, t), np.int32), np.zeros((4, s), np.int32)
+    kinds = jax.jit(lambda *ids: candidates.limit(segments, ids, orders, shape).kind)(q_ids, kv_ids)
+    seen = np.pad(kv_ids[:, None, :] <= q_ids[:, :, None], [(0, 0), (0, 0), (0, -s % 16)]).reshape(4, 6, 16, 8, 16)
+    real = np.pad(np.ones((t, s), bool), [(0, 0), (0, -s % 16)]).reshape(6, 16, 8, 16)
+    some, every = seen.any((2, 4)), (seen | ~real).all((2, 4)) & real.all((1, 3))
+    kind = np.asarray(kinds)[:, 0].reshape(4, 6, 8)
+    exact = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+    np.testing.assert_array_equal(kind, exact)  # sorted or not, as one query sees all that a lesser one sees
+
+
 def test_run_time_masks():
     mask = np.random.default_rng(0).random((2, 70, 90)) < 0.02
     mask[0, :32], mask[1, :, 32:48] = True, False
