@@ -36,7 +36,7 @@ def sequences(
         apart, and each is such a sequence with a pair in 8 bytes at most. None: there are no documents.
 
     Example:
-      >>> tokens, _, answers = sequences([[0]], seq_len=16, pairs=2, queries=1)
+      >>> tokens, _, answers, _ = sequences([[0]], seq_len=16, pairs=2, queries=1)
       >>> asked = answers[0].argmax()
       >>> key, answer = tokens[0, asked : asked + 2]
       >>> told = tokens[0].tolist().index(key)

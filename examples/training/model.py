@@ -92,7 +92,8 @@ def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[
     """
     tokens, segments, answers, order_ids = batch
     seen, targets = None if segments is None else segments[:, :-1], tokens[:, 1:]
-    options: Any = {"segment_ids": seen, "order_ids": order_ids, "deterministic": deterministic}
+    options: Any = {} if order_ids is None else {"order_ids": order_ids}
+    options |= {"segment_ids": seen, "deterministic": deterministic}
     logits = model(tokens[:, :-1], **options)  # pyright: ignore[reportCallIssue]
     scores_of_bytes = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
     if answers is not None:

@@ -172,10 +172,7 @@ HINTS: dict[str, Hints] = {
     **dict.fromkeys(("document_ids", "sequence_ids"), _rename("segment_ids")),
     **dict.fromkeys(
         ("prefix_len", "prefix_length", "prefix_lengths"),
-        (
-            *_rename("prefix"),
-            *_say("prefixes that see themselves whole are order_ids=sl.prefix_order(prefix_lengths, T)"),
-        ),
+        _say("prefixes that see themselves whole are order_ids=sl.prefix_order(prefix_lengths, T)"),
     ),
     **dict.fromkeys(
         ("bidirectional_mask", "token_type_ids", "image_mask"),

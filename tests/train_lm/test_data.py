@@ -207,7 +207,7 @@ def test_shortest_training_part_is_one_window(saved):
 
 def test_heldout_windows_reach_both_ends(saved):
     loaded = data.Corpus(saved(range(40)), saved(range(50), range(50, 100)), "")
-    windows, segments, _ = loaded.heldout_windows(5, 32, packed=True)
+    windows, segments, *_ = loaded.heldout_windows(5, 32, packed=True)
     assert windows[0, 0] == 0 and windows[-1, -1] == 99
     np.testing.assert_array_equal(windows, windows[:, :1] + np.arange(33))
     np.testing.assert_array_equal(segments, (windows >= 50) & (windows[:, :1] < 50))

@@ -29,7 +29,7 @@ def made(seq_len, pairs, queries, count=50):
 
 @pytest.mark.parametrize(("seq_len", "pairs", "queries"), [(8, 1, 1), (256, 8, 8), (256, 32, 5), (4096, 64, 64)])
 def test_what_a_query_needs_is_in_its_pair_alone(seq_len, pairs, queries):
-    tokens, segments, answers = made(seq_len, pairs, queries)
+    tokens, segments, answers, _ = made(seq_len, pairs, queries)
     assert tokens.shape == (50, seq_len + 1) and tokens.dtype == np.int32 and segments is None
     assert answers is not None and answers.shape == (50, seq_len) and (answers.sum(1) == queries).all()
     distances = []
@@ -70,7 +70,7 @@ def test_steps_are_a_function_of_seed_and_step():
 def test_parts_are_sequences_of_their_own():
     """Sequences are cut into 1, 4 and 16 parts in turn; those held out never are."""
     data = source(0, 256, 6, 8, 6, num_documents=16)
-    tokens, segments, answers = data.batch(0)
+    tokens, segments, answers, _ = data.batch(0)
     assert segments is not None and segments.shape == tokens.shape and answers is not None
     assert [row.max() + 1 for row in segments] == [1, 4, 16] * 2
     for row, part, asked, count in zip(tokens, segments, answers, [1, 4, 16] * 2, strict=True):
