@@ -176,10 +176,10 @@ def flex(pattern: Pattern, arrays: list[jax.Array], mask_each_call: bool = False
 
     compiled_mask = torch.compile(module.create_block_mask, dynamic=False)
     make_mask = functools.partial(compiled_mask, mask_mod, None, None, seq_len, seq_len, device=device)
-    made = make_mask()
+    first_mask = make_mask()
 
     def block_mask():
-        return make_mask() if mask_each_call else made
+        return make_mask() if mask_each_call else first_mask
 
     grouped = functools.partial(module.flex_attention, enable_gqa=q.shape != k.shape)
     attention = torch.compile(grouped, dynamic=False, fullgraph=True)

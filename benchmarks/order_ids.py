@@ -26,10 +26,9 @@ def patterns(seq_len: int) -> dict[str, contenders.Pattern]:
     positions, rng = np.arange(seq_len, dtype=np.int32), np.random.default_rng(0)
     lengths = rng.integers(seq_len // 32, seq_len // 6, 64)
     lengths = lengths[: np.searchsorted(np.cumsum(lengths), seq_len) + 1]
-    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[:seq_len]
-    first = (np.cumsum(lengths) - lengths)[ids]
-    packed = np.maximum(positions, (first + (lengths * rng.uniform(0.1, 0.9, len(lengths))).astype(int)[ids]) - 1)
-    within = np.minimum(packed, (first + lengths[ids]) - 1).astype(np.int32)
+    prefixes = (lengths * rng.uniform(0.1, 0.9, len(lengths))).astype(int)
+    ids = sl.segment_ids_from_lengths(np.diff(np.minimum(np.cumsum(lengths), seq_len), prepend=0), seq_len)
+    order = sl.prefix_order(prefixes, seq_len, ids)
 
     def rule(q, k, table):
         return (table[0, k] <= table[0, q]) & (table[1, k] == table[1, q])
@@ -43,7 +42,7 @@ def patterns(seq_len: int) -> dict[str, contenders.Pattern]:
         "causal": contenders.Pattern(sl.Causal(), rule, table(positions)),
         "prefix": contenders.Pattern(prefix, rule, table(np.maximum(positions, PREFIX - 1)), causal=False),
         "block causal": contenders.Pattern(block, rule, table(positions // 512), causal=False),
-        "packed prefixes": contenders.Pattern(sl.Empty(), rule, np.stack([within, ids]), causal=False),
+        "packed prefixes": contenders.Pattern(sl.Empty(), rule, np.stack([order, ids]), causal=False),
     }
 
 

@@ -66,7 +66,7 @@ class AttentionFn:
     query_sharding: jax.sharding.PartitionSpec | None = None
     selection: Scorer | None = None
 
-    @property
+    @functools.cached_property
     def causal_masks(self) -> tuple[Mask, ...]:
         """The masks, without the keys after each query."""
         return tuple(mask if is_causal(mask, self.seq_len) else mask & Causal() for mask in self.masks)

@@ -153,9 +153,10 @@ def _on_device(values: Any) -> Any:
 
 def _check_has_argument(model: Decoder, name: str, value: Any) -> None:
     """Refuses an argument of prefill that the model's own does not have."""
+    if value is None:
+        return
     parameters = inspect.signature(model.prefill).parameters
-    has_keywords = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-    if value is not None and name not in parameters and not has_keywords:
+    if name not in parameters and not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
         raise ValueError(f"{name} must be None for a model whose prefill has no argument {name}, got {one_line(value)}")
 
 

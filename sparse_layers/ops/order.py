@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from ..arguments.checks import Length, Positive, checked, strict_kwargs
 from ..arguments.foreign import BOOL_IDS
-from .kernels.validation import checked_numbers, is_floating
+from .kernels.validation import checked_numbers, float_hint
+from .planning.block_lists import differs
 from .planning.selection import known
 
 Integers: TypeAlias = ArrayLike | Sequence[Any]
@@ -116,7 +117,7 @@ def prefix_order(prefix_lengths: Integers, num_tokens: int, segment_ids: Integer
     axes = "".join(f"{n}, " for n in rows)
     rule = f"integers of shape [{axes}D], one for each document of segment_ids, or [{axes}1] for one in each row"
     prefix = _checked_integers("prefix_lengths", prefix_lengths, (*rows, None), rule)
-    begins = _run_begins(ids)
+    begins = differs(ids)
     document = jnp.cumsum(begins & (ids >= 0), axis=-1, dtype=jnp.int32) - 1
     documents, values = prefix.shape[-1], known(document)
     if values is not None and values.size and (last := values.max()) >= documents:
@@ -166,7 +167,7 @@ def span_order(spans: Integers) -> jax.Array:
     """
     ids = _checked_integers("spans", spans, (..., None), "bools or integers of shape [..., T]", kinds=(np.bool_,))
     position = jnp.arange(ids.shape[-1], dtype=jnp.int32)
-    ends = _run_begins(ids[..., ::-1])[..., ::-1]
+    ends = differs(ids[..., ::-1])[..., ::-1]
     # The next position that ends a span, or lies outside of spans.
     return jax.lax.cummin(jnp.where(ends | (ids <= 0), position, position.size), axis=ids.ndim - 1, reverse=True)
 
@@ -210,16 +211,11 @@ def block_order(block: int, num_tokens: int) -> jax.Array:
 def _checked_integers(name: str, x: Any, shape: Any, rule: str, of_bools: str = "", kinds: tuple[Any, ...] = ()) -> Any:
     """Returns `checked_numbers` that are integers, or of one of ``kinds``; floats and bools have hints."""
     dtype = getattr(x, "dtype", None)
-    hint = f"; of floats, write {name}.astype(jnp.int32)" if is_floating(dtype) else ""
-    return checked_numbers(name, x, shape, (jnp.integer, *kinds), rule, of_bools if dtype == np.dtype(bool) else hint)
+    hint = of_bools if dtype == np.dtype(bool) else float_hint(name, dtype)
+    return checked_numbers(name, x, shape, (jnp.integer, *kinds), rule, hint)
 
 
 def _clipped(x: Any, most: int) -> jax.Array:
     """Returns integers of any dtype as int32 from 0 to ``most``."""
     x = x if np.can_cast(x.dtype, np.int32) else x.clip(0, most)  # small dtypes may not hold `most`
     return jnp.clip(jnp.asarray(x, jnp.int32), 0, most)
-
-
-def _run_begins(ids: Any) -> jax.Array:
-    """Returns bools [..., T]: True at the first token of each run of equal ids."""
-    return jnp.concatenate([jnp.ones_like(ids[..., :1], bool), ids[..., 1:] != ids[..., :-1]], axis=-1)

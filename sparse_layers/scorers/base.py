@@ -367,18 +367,18 @@ class Scorer(abc.ABC):
         begin = (jnp.arange(pooled.shape[1]) * stride)[None, None]
         position, start = position[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
+        sees_window = None if order is None else order[1].window[:, None] <= order[0][..., None]  # [B, R, W]
         if fused and score.unsupported(self._scored, query, pooled, scale) is None:
             scores = score.score_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
             seen = (begin + size - 1 <= position) & (begin >= start)
-            if order is not None:
-                seen = seen & (order[1].window[:, None] <= order[0][..., None])
+            if sees_window is not None:
+                seen = seen & sees_window
             scores = self.scores(query, pooled, seen, factor)[..., :blocks]
-        if order is not None and self.window == (self.block, self.block):
+        if sees_window is not None and self.window == (self.block, self.block):
             # A method may score windows that are not seen. Hidden keys must not count, so these blocks come last.
-            windows = scores.shape[-1]
-            least = jnp.finfo(scores.dtype).min
-            scores = jnp.where((order[1].window[:, None, :windows] <= order[0][..., None])[:, :, None], scores, least)
+            is_whole = sees_window[:, :, None, : scores.shape[-1]]
+            scores = jnp.where(is_whole, scores, jnp.finfo(scores.dtype).min)
         heads = (query if self.per_query_head else pooled).shape[2]
         if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
             raise ValueError(
@@ -406,13 +406,15 @@ class Scorer(abc.ABC):
         self, order: jax.Array, segments: tuple[jax.Array, jax.Array] | None, windows: int
     ) -> "_OrderLimits":
         """Returns the limits of keys with order ids [B, T]. Of a block's documents, later queries may see the last."""
-        (size, stride), length = self.window, order.shape[1]
+        (size, stride), (batch, length) = self.window, order.shape
         blocks, largest = -(-length // self.block), np.iinfo(np.int32).max
-        ids = jnp.zeros_like(order) if segments is None else segments[1]
-        ids = jnp.pad(ids, [(0, 0), (0, blocks * self.block - length)], constant_values=-1)
-        by_block = ids.reshape(len(ids), blocks, self.block)
-        counted = _in_last_document(by_block) & (by_block >= 0)
-        order_by_block = jnp.pad(order, [(0, 0), (0, blocks * self.block - length)]).reshape(by_block.shape)
+
+        def by_block(x, fill):
+            ends = [(0, 0), (0, blocks * self.block - length)]
+            return jnp.pad(x, ends, constant_values=fill).reshape(batch, blocks, self.block)
+
+        ids = by_block(jnp.zeros_like(order) if segments is None else segments[1], -1)
+        counted, order_by_block = _in_last_document(ids) & (ids >= 0), by_block(order, 0)
         least = jnp.where(counted, order_by_block, largest).min(-1)
         if (size, stride) == (self.block, self.block):
             greatest = jnp.where(counted, order_by_block, -largest - 1).max(-1)[:, :windows]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..planning.selection import Selection
 
@@ -76,6 +77,15 @@ OPERANDS = {
 def rows_of(operands: Operands) -> dict[str, Operand]:
     """Returns the rows of the table for the operands that are not None, in their order."""
     return {name: OPERANDS[name] for name, x in zip(operands._fields, operands, strict=True) if x is not None}
+
+
+def stacked_ids(operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the ids of queries and of keys for kernels, int32 [B, 1 or 2, tokens]: of segments, then of order."""
+    pairs = [x for x in (operands.segments, operands.order_ids) if x is not None]
+    if not pairs:
+        return None, None
+    q_ids, kv_ids = (jnp.stack(side, axis=1) for side in zip(*pairs, strict=True))
+    return q_ids, kv_ids
 
 
 def differentiated(operands: Operands) -> tuple[str, ...]:

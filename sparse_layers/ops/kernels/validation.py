@@ -132,10 +132,8 @@ def checked_ids(
         hint = swapped_hint(t, heads, ids_shape[-1:]) if len(ids_shape) == len(shape) else ""
         hint = hint or transposed_hint(ids_shape, shape) or shared_hint(ids_shape, shape)
         dtype = getattr(ids, "dtype", np.int32)
-        if dtype == np.dtype(bool):
-            hint += f"; {BOOL_IDS if argument == 'segment_ids' else BOOL_ORDER}"
-        elif jnp.issubdtype(dtype, jnp.floating):
-            hint += f"; of floats, write {argument}.astype(jnp.int32)"
+        of_bools = f"; {BOOL_IDS if argument == 'segment_ids' else BOOL_ORDER}"
+        hint += of_bools if dtype == np.dtype(bool) else float_hint(argument, dtype)
         ids = checked_numbers(name, ids, shape, jnp.integer, f"integers of shape {shape}", hint)
         check_int32(name, ids)
         pair.append(jnp.asarray(ids, jnp.int32).reshape(*(batch or (1,)), length))
@@ -211,6 +209,11 @@ def transposed_hint(shape: Any, wanted: Sequence[int]) -> str:
     """
     is_transposed = len(wanted) == 2 and tuple(shape) == tuple(wanted)[::-1] != tuple(wanted)
     return "; its axes come in the other order: write x.T" if is_transposed else ""
+
+
+def float_hint(name: str, dtype: Any) -> str:
+    """Returns a hint for an error: "" unless the argument ``name``, of integers, has a floating dtype."""
+    return f"; of floats, write {name}.astype(jnp.int32)" if is_floating(dtype) else ""
 
 
 def shared_hint(shape: Any, wanted: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from ...planning.plan import Pass
 from ...planning.row_orders import Axis, RowOrder
 from ...planning.selection import Selection
 from ..call import Call
-from ..operands import Operands
+from ..operands import Operands, stacked_ids
 from ..pass_blocks import row_orders
 from .lists import PassLists, RowTiling, mask_overhang, pack_mask_bits
 
@@ -90,11 +90,7 @@ class GroupPass:
     @property
     def ids(self) -> tuple[jax.Array | None, jax.Array | None]:
         """Ids of queries and of keys as kernels read them, int32 [B, num_ids, tokens]; None each if there are none."""
-        pairs = [x for x in (self.operands.segments, self.operands.order_ids) if x is not None]
-        if not pairs:
-            return None, None
-        q_ids, kv_ids = (jnp.stack(side, axis=1) for side in zip(*pairs, strict=True))
-        return q_ids, kv_ids
+        return stacked_ids(self.operands)
 
     @functools.cached_property
     def pack(self) -> int:

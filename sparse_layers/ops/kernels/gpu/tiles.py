@@ -152,7 +152,7 @@ class TileRows(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """The ids of the tokens of a tile, [TILE] each."""
+    """The ids of the tokens of a tile, one vector each."""
 
     segment: Any
     order: Any  # a key is visible if its order id is at most that of the query

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..gpu.tiles import TokenIds
 from .primitives import exp2, load_tile, mask_by_bits
 
 # Rows of a tile that one group of four warps computes: those of one wgmma.
@@ -91,13 +92,6 @@ class HopperBlockLists(NamedTuple):
     mask_bits: Any = None
     q_ids: Any = None
     kv_ids: Any = None
-
-
-class TokenIds(NamedTuple):
-    """The ids of the rows of a tile, one vector each."""
-
-    segment: Any
-    order: Any  # a key is visible if its order id is at most that of the query
 
 
 class Buffers(NamedTuple):

@@ -19,7 +19,7 @@ from ...planning.row_orders import Reordered
 from ...planning.selection import Selection
 from ..call import Call
 from ..numerics import base_2_sinks, merge_by_lse
-from ..operands import Gradients, Operands
+from ..operands import Gradients, Operands, stacked_ids
 from ..pass_blocks import blocks_of_pass, head_groups_of, join_heads, row_orders
 from ..transforms import vmap_as_batch
 from .backward_kernel import backward_pass
@@ -169,11 +169,9 @@ class _Heads:
             operands = operands._replace(query=self.query, selection=jax.tree.map(self._ids, operands.selection))
         blocks = blocks_of_pass(self.call, operands, self.group, passes, rows, _uses_mask_tiles, dkv=backward)
         (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
-        pairs_of_ids = [x for x in (blocks.segments, blocks.order_ids) if x is not None]
-        by_side = zip((blocks.q_order, blocks.kv_order), blocks.shape, *pairs_of_ids, strict=True)
+        by_side = zip((blocks.q_order, blocks.kv_order), stacked_ids(operands), blocks.shape, strict=True)
         ids = [
-            jnp.concatenate([vector(order, x[..., None], block) for x in arrays], axis=3) if arrays else None
-            for order, block, *arrays in by_side
+            None if x is None else vector(order, x.swapaxes(1, 2), block).swapaxes(1, 3) for order, x, block in by_side
         ]
         steps = Steps.of(
             pairs.lists(backward),
