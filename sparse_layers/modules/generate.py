@@ -16,6 +16,7 @@ from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..ops.decoding.checks import checked_lengths
 from .decoder import Decoder, merge, split
 from .settings import check_array, check_settings
+from .step import check_ids
 
 
 @strict_kwargs
@@ -104,12 +105,8 @@ def generate(
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
         )
-    if order_ids is not None:
-        check_array("order_ids", order_ids, "[B, P]")
-        if order_ids.shape != tokens.shape:
-            raise ValueError(
-                f"order_ids must have one id for each token of prompts, {tokens.shape}, got shape {order_ids.shape}"
-            )
+    if order_ids is not None:  # in their own dtype, as tokens below
+        check_ids("order_ids", order_ids, [tokens.shape])
     unrolled = getattr(model, "unrolled", None)
     if on_tokens is not None and unrolled is not None:
         model = unrolled()  # here, as each step would do it again

@@ -309,8 +309,11 @@ def test_generate():
 
 def test_generate_refuses_ids_of_another_shape_or_model():
     prompts = np.zeros((1, 9), int)
-    with pytest.raises(ValueError, match=r"order_ids must have one id for each token of prompts, \(1, 9\), got shape"):
+    with pytest.raises(ValueError, match=r"order_ids must have one id a token, \(1, 9\), got shape \(1, 8\)"):
         sl.generate(model(), prompts, 2, order_ids=np.zeros((1, 8), int))
+
+    with pytest.raises(ValueError, match="order_ids must fit into int32, got 4294967296 to 4294967296"):
+        sl.generate(model(), prompts, 2, order_ids=np.full((1, 9), 2**32))
 
     class Other:
         def prefill(self, tokens, lengths): ...
