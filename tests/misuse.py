@@ -1,6 +1,10 @@
-"""A row of the tables of misuses in tests/misuses."""
+"""A row of the tables of misuses in tests/misuses, and rules that several of them name."""
 
 from typing import NamedTuple
+
+INTEGER = "must be an integer >= 1"
+FLAG = "must be true or false"
+FLOAT = "must be a floating-point dtype"
 
 
 class Misuse(NamedTuple):

@@ -1,14 +1,11 @@
-"""Misuses of layers, blocks and models, of `generate` and `make_attention_fn`."""
-
-import types
+"""Misuses of layers, blocks and models: their settings, and their calls."""
 
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
-from tests.misuse import Misuse
+from tests.misuse import FLAG, FLOAT, INTEGER, Misuse
 
 T, N, F, V = 8, 4, 16, 32
 MASK = sl.Causal() & sl.Window(3)
@@ -51,33 +48,8 @@ def linen_block(*sizes, **options):
     return linen.SparseTransformerBlock(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T} | options)
 
 
-class LM(nn.Module):
-    """A model of Linen."""
-
-    def prefill(self, tokens, lengths):
-        return jnp.zeros((len(tokens), V)), ()
-
-    def decode_step(self, tokens, caches, position):
-        return jnp.zeros((len(tokens), V)), caches
-
-
-def foreign(**methods):
-    """A model that `generate` can sample from, but for the methods that are given."""
-
-    def prefill(tokens, lengths):
-        return jnp.zeros((len(tokens), V)), {"k": jnp.zeros(3)}
-
-    named = {"prefill": prefill, "decode_step": methods.pop("step", lambda *x: prefill(x[0], x[2]))} | methods
-    return types.SimpleNamespace(**named)
-
-
-def step_of(*sizes, dtype=float, caches=None):
-    """A model whose steps return logits [B, *sizes]."""
-    return foreign(step=lambda *x: (jnp.zeros((len(x[0]), *sizes), dtype), x[1] if caches is None else caches))
-
-
 def names():
-    makers = (attention, cross, native, block, model, linen_attention, linen_cross, linen_block, foreign, step_of)
+    makers = (attention, cross, native, block, model, linen_attention, linen_cross, linen_block)
     cache = sl.KVCache.empty(MASK, T, batch=2, num_heads=N, head_size=F // N)
     return {maker.__name__: maker for maker in makers} | {
         "layer": attention(),
@@ -87,24 +59,18 @@ def names():
         "a_block": block(),
         "a_model": model(),
         "linen": linen,
-        "linen_lm": LM(),
         "N": N,
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
         "chosen": [sl.Selection(jnp.zeros(shape, int), block=16) for shape in ((8, 1, 1), (2, 3, 1, 1))],
-        "heads": jnp.ones((2, T, N, 4)),
         "tokens": jnp.ones((2, 4), jnp.int32),
-        "V": V,
         "cache": cache,
         "caches": (cache, cache),
         "position": jnp.array([4, 4]),
     }
 
 
-INTEGER = "must be an integer >= 1"
-FLAG = "must be true or false"
 ORDER = "their order is (num_heads, features)"
-FLOAT = "must be a floating-point dtype"
 NEVER = "block-sparse attention never forms"
 SETTINGS = [
     # the order of arguments, and sizes
@@ -480,126 +446,4 @@ CALLS = [
     ("linen_block().init(jax.random.key(0), tokens)", ValueError, "x must be", "got int32", "must be floats"),
     ("linen_block().init(jax.random.key(0), None)", TypeError, "x must be", "got NoneType: None", "must be an array"),
 ]
-ENCODE = "encode it"
-GENERATE = [
-    ("sl.generate(a_model, [[2**32 + 3]], 3)", ValueError, "prompts", "4294967299", "tokens in 0.."),
-    ("sl.generate(a_model, 'hello', 3)", TypeError, "prompts", "'hello'", "[list(b'hello')]"),
-    ("sl.generate(a_model, ['hello'], 3)", TypeError, "prompts", "['hello']", ENCODE),
-    ("sl.generate(a_model, b'hello', 3)", TypeError, "prompts", "b'hello'", ENCODE),
-    ("sl.generate(a_model, [1, 2, 3], 3)", ValueError, "prompts", "[(), (), ()]", "a sequence in a sequence"),
-    ("sl.generate(a_model, [[1.5]], 3)", ValueError, "prompts", "got float64", "must be integers of shape [B, P]"),
-    (
-        "sl.generate(a_model, None, 3)",
-        TypeError,
-        "prompts",
-        "NoneType: None",
-        "an array [B, P] of integers, or a sequence",
-    ),
-    ("sl.generate(a_model, [[1]], 3, temprature=1)", TypeError, "generate", "'temprature'", "mean 'temperature'?"),
-    (
-        "sl.generate(foreign(prefill=3), [[1]], 3)",
-        TypeError,
-        "model",
-        "got namespace",
-        "must have prefill and decode_step",
-    ),
-    ("sl.generate(foreign(step=lambda *x: x[1]), [[1]], 3)", TypeError, "decode_step", "got dict", "(logits, caches)"),
-    ("sl.generate(step_of(V + 1), [[1]], 3)", ValueError, "decode_step", "(1, 33)", "must return logits [1, 32]"),
-    ("sl.generate(step_of(V, 1), [[1]], 3)", ValueError, "decode_step", "(1, 32, 1)", "must return logits [1, 32]"),
-    ("sl.generate(step_of(V, dtype=int), [[1]], 3)", ValueError, "decode_step", "int32", "floats"),
-    (
-        "sl.generate(step_of(V, caches=()), [[1]], 3)",
-        ValueError,
-        "decode_step",
-        "got PyTreeDef(())",
-        "caches like those",
-    ),
-    (
-        "sl.generate(step_of(V, caches={'k': jnp.zeros(4)}), [[1]], 3)",
-        ValueError,
-        "decode_step",
-        "got caches['k']: float32[4]",
-        "caches like those it takes, caches['k']: float32[3]",
-    ),
-    ("sl.generate(a_model, [[1]], '3')", ValueError, "num_tokens", "got '3'", INTEGER),
-    ("sl.generate(a_model, [[1]], 3, chunk=0)", ValueError, "chunk", "got 0", INTEGER),
-    ("sl.generate(foreign(), [[1]], 3, chunk=2)", ValueError, "chunk", "got 2", "no argument chunk"),
-    ("sl.generate(a_model, [[1]], True)", ValueError, "num_tokens", "got True", INTEGER),
-    (
-        "sl.generate(a_model, [[1]] * 2, 3, lengths=[1, 1])",
-        ValueError,
-        "lengths",
-        "sequence of prompts",
-        "must be None",
-    ),
-    ("sl.generate(a_model, tokens, 9)", ValueError, "num_tokens=9", "4 tokens", "seq_len=8"),
-    ("sl.generate(a_model, [[99]], 3)", ValueError, "prompts", "got 99 to 99", "tokens in 0..31"),
-    ("sl.generate(a_model, [[1]], 3, temperature=True)", ValueError, "temperature", "got True", "a number >= 0"),
-    (
-        "sl.generate(a_model, [[1]], 3, temperature=jnp.ones(()))",
-        ValueError,
-        "temperature",
-        "Array(1.",
-        "a number >= 0",
-    ),
-    ("sl.generate(a_model, [[1]], 3, temperature=1.0)", ValueError, "key", "got None", "must be a jax.random.key"),
-    ("sl.generate(a_model, [[1]], 3, temperature=1.0, key=0)", ValueError, "key", "got 0", "one jax.random.key"),
-    (
-        "sl.generate(a_model, [[1]], 3, temperature=1.0, key=jax.random.split(jax.random.key(0)))",
-        ValueError,
-        "key",
-        "got Array((2,)",
-        "one jax.random.key",
-    ),
-    ("sl.generate(a_model, [[1]], 3, top_k=2.0)", ValueError, "top_k", "got 2.0", INTEGER),
-    ("sl.generate(a_model, [[1]], 3, top_p=True)", ValueError, "top_p", "got True", "in (0, 1]"),
-    ("sl.generate(a_model, [[1]], 3, stop_token='x')", ValueError, "stop_token", "got 'x'", "must be an integer >= 0"),
-    ("sl.generate(a_model, [[1]], 3, stop_token=[1, -1])", ValueError, "stop_token", "got -1", "an integer >= 0"),
-    ("sl.generate(a_model, [[1]], 3, on_tokens=3)", TypeError, "on_tokens", "got 3", "a function of the tokens"),
-    (
-        "sl.generate(a_model, tokens, 3, padding_side='start')",
-        ValueError,
-        "padding_side",
-        "got 'start'",
-        "'right' or 'left'",
-    ),
-    (
-        "sl.generate(a_model, tokens, 3, padding_side='left')",
-        ValueError,
-        "lengths",
-        "got None",
-        "how many tokens each prompt has where padding_side='left'",
-    ),
-    ("sl.generate(linen_lm, [[1]], 3)", ValueError, "model", "LM", "must be bound, model.bind(variables)"),
-    ("sl.generate(None, [[1]], 3)", TypeError, "model", "got None", "must have prefill and decode_step"),
-    ("sl.generate(sl.SparseTransformer, [[1]], 3)", TypeError, "model", "got <class", "prefill and decode_step"),
-]
-FN = [
-    ("sl.make_attention_fn(512, mask)", ValueError, "seq_len", "got Causal()", INTEGER),
-    ("sl.make_attention_fn(mask, 512.0)", ValueError, "seq_len", "got 512.0", INTEGER),
-    (
-        "sl.make_attention_fn(mask, 512, recomput=True)",
-        TypeError,
-        "make_attention_fn",
-        "'recomput'",
-        "mean 'recompute'?",
-    ),
-    ("sl.make_attention_fn(None, 512)", TypeError, "pattern", "None", "must be a Mask"),
-    ("sl.make_attention_fn(mask, 512, recompute='yes')", ValueError, "recompute", "got 'yes'", FLAG),
-    ("sl.make_attention_fn(mask, 512, scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),
-    ("sl.make_attention_fn(mask, 512, segment_ids=[0, 1])", TypeError, "segment_ids", "[0, 1]", "must be an array"),
-    ("fn([[1.0]], heads, heads)", TypeError, "query", "got list: [[1.0]]", "must be an array [..., T, heads, size]"),
-    ("fn(heads, heads[:, :4], heads)", ValueError, "key", "(2, 4, 4, 4)", "with equal T"),
-    ("fn(*[jnp.ones((2, 4, 512, 4))] * 3)", ValueError, "query", "got (2, 4, 512, 4)", "look swapped"),
-    ("fn(heads, heads, heads, dtype='float33')", ValueError, "dtype", "got 'float33'", FLOAT),
-    ("fn(heads, heads, heads, is_causal='yes')", ValueError, "is_causal", "got 'yes'", FLAG),
-    (
-        "fn(heads, heads, heads, bias=heads)",
-        ValueError,
-        "bias must be None",
-        "(2, 8, 4, 4)",
-        "kernels add none to logits",
-    ),
-    ("sl.make_attention_fn('causal', 16, scale=10**400)", ValueError, "scale", "1000", "must be a number"),
-]
-MISUSES = [Misuse(*row) for row in SETTINGS + CALLS + GENERATE + FN]
+MISUSES = [Misuse(*row) for row in SETTINGS + CALLS]

@@ -3,7 +3,7 @@
 from flax import nnx
 
 import sparse_layers as sl
-from tests.misuse import Misuse
+from tests.misuse import FLOAT, INTEGER, Misuse
 
 
 def names():
@@ -13,8 +13,6 @@ def names():
     }
 
 
-INTEGER = "must be an integer >= 1"
-FLOAT = "must be a floating-point dtype"
 ROWS = [
     (
         "sl.from_nnx(dense, pattern=mask, seq_len=8, num_experts=3)",
