@@ -38,7 +38,7 @@ from sparse_layers.ops.planning.row_orders import RowOrder
 from tests.ops import cases
 from tests.ops.huge_logits import SINKS, check
 from tests.ops.huge_logits import Case as HugeCase
-from tests.ops.kernels import gluon_interpreter
+from tests.ops.kernels import gluon_interpreter, gluon_memory
 from tests.ops.test_selections import Case as SelectionCase
 
 TUNING = platforms.Tuning(block_shapes=((128, 128),))
@@ -471,7 +471,7 @@ def test_dq_is_stored_without_bank_conflicts(columns):
     """Of what 16 threads store at a time, 8 bytes each, no two go to the same of 16 pairs of banks."""
 
     def worst(bases):
-        place, lane = np.argsort(gluon_interpreter.elements_of(bases, columns)), np.arange(32)
+        place, lane = np.argsort(gluon_memory.elements_of(bases, columns)), np.arange(32)
         at = place.reshape(64, columns)[lane // 4, np.arange(0, columns, 8)[:, None] + 2 * (lane % 4)]
         return max(np.bincount(x).max() for x in (at // 2 % 16).reshape(-1, 16))
 

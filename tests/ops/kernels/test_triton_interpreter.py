@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.semantic import TritonSemantic
 
-from tests.ops.kernels import triton_interpreter
+from tests.ops.kernels import triton_interpreter, triton_machine
+from tests.ops.kernels.numpy_types import TRITON_TYPES
 
 
 @triton.jit
@@ -258,14 +259,14 @@ def test_axes():
 class FrontEnd(TritonSemantic):
     """Triton's own, without the short cuts."""
 
-    tensor = triton_interpreter.Tensor
+    tensor = triton_machine.Tensor
 
 
 def tensor(array, scalar=False):
     """A tensor outside of any kernel."""
-    dtype = triton_interpreter.TRITON_TYPES[array.dtype]
-    block = dtype if scalar else triton_interpreter.block_type(dtype, array.shape)
-    return triton_interpreter.Tensor(triton_interpreter.Handle(array, dtype), block)
+    dtype = TRITON_TYPES[array.dtype]
+    block = dtype if scalar else triton_machine.block_type(dtype, array.shape)
+    return triton_machine.Tensor(triton_machine.Handle(array, dtype), block)
 
 
 OPERANDS = [
@@ -293,7 +294,7 @@ def outcome(front_end, operation, *operands):
 def test_short_cuts_lead_where_the_front_end_does(operator):
     functions = {"maximum": tl.maximum, "where": functools.partial(tl.where, tensor(np.array([[True], [False]] * 2)))}
     operation = functions.get(operator) or getattr(tl.tensor, f"__{operator}__")
-    front_end, computed = FrontEnd(triton_interpreter.MACHINE), 0
+    front_end, computed = FrontEnd(triton_machine.MACHINE), 0
     for operands in itertools.product(OPERANDS[:12], OPERANDS):
         kind, array = outcome(triton_interpreter.SEMANTIC, operation, *operands)
         expected_kind, expected = outcome(front_end, operation, *operands)
