@@ -42,8 +42,11 @@ def icosahedron() -> tuple[np.ndarray, np.ndarray]:
     return vertices, np.array(faces)
 
 
-def mesh(subdivisions: int, by: str) -> Any:
-    """Returns the edges of the mesh, each both ways, with nodes in an order; a subdivision cuts each face in four."""
+def mesh(subdivisions: int, by: str) -> tuple[Any, np.ndarray]:
+    """Returns the edges of the mesh, each both ways, and its vertices; a subdivision cuts each face in four.
+
+    Nodes are in the order "rcm" or "spatial".
+    """
     vertices, faces = icosahedron()
     for _ in range(subdivisions):
         sides = np.sort(faces[:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2), axis=1)
@@ -61,7 +64,7 @@ def mesh(subdivisions: int, by: str) -> Any:
         order = reverse_cuthill_mckee(scipy.sparse.csr_matrix(edges), symmetric_mode=True)
     else:
         order = sl.spatial_order(vertices)
-    return edges[order][:, order]
+    return edges[order][:, order], vertices[order]
 
 
 def within(edges: Any, hops: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +166,7 @@ def main() -> None:
     record.say(record.heading + "\n")
     seconds, peak = million()
     record.say(f"10^6 nodes with 30 neighbours each: read and planned in {seconds:.1f} s, {peak:.2f} GB\n")
-    edges: Any = mesh(options.subdivisions, options.order)
+    edges, _ = mesh(options.subdivisions, options.order)
     start = time.perf_counter()
     indptr, indices = within(edges, options.hops)
     made = time.perf_counter()
