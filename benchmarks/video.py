@@ -43,7 +43,7 @@ SMALL, SMALL_TILE = (7, 12, 16), (2, 3, 4)  # grid and tiles of the check; cubes
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def pattern(name: str, grid: Grid, tile: Grid, cube: Grid) -> sl.Mask | Cubes:
+def pattern(name: str, grid: Grid, tile: Grid, cube: Grid) -> Any:
     """Returns the pattern of a name on a grid; "cubes" select 10 % of the cubes, and at least 2."""
     if name == "cubes":
         return Cubes(max(2, round(SHARE * number_of_cubes(grid, cube))), cube)
@@ -88,7 +88,7 @@ def allowed_pairs(name: str, grid: Grid, tile: Grid, cube: Grid, q: np.ndarray, 
     if name == "sliding tiles":
         number = place // tile
         first = np.clip(number - 1, 0, -(-np.array(grid) // tile) - 3)[:, None]
-        return ((first <= number) & (number < first + 3)).all(-1)[None]
+        return np.all((first <= number) & (number < first + 3), axis=-1)[None]
     counts = -(-np.array(grid) // cube)
     number = np.ravel_multi_index(tuple((place // cube).T), tuple(counts))
     members = (number == np.arange(counts.prod())[:, None]).astype(np.float64)

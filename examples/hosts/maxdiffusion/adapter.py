@@ -74,7 +74,7 @@ def sparse_kernel(grid: tuple[int, int, int], pattern: Any) -> Callable[..., jax
         ids = (
             None if mask is None else (jnp.zeros((batch, t), int), jnp.broadcast_to(jnp.where(mask, 0, -1), (batch, s)))
         )
-        allowed = sl.Full() if is_cross else pattern
+        allowed: Any = sl.Full() if is_cross else pattern
         return sl.block_sparse_attention(q, k, v, allowed, segment_ids=ids, scale=scale).reshape(batch, t, -1)
 
     return kernel
