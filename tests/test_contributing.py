@@ -30,7 +30,7 @@ TEMPLATES = dict(re.findall(r"^```python\n# (\S+)\.py\n(.*?)^```", TEXT, re.M | 
 def templates():
     """What the template of a file defines, by name; tables are as before at the end."""
 
-    def made(file):
+    def definitions(file):
         package, _, module = file.replace("/", ".").rpartition(".")
         found = vars(importlib.import_module(f"{package}.{module}")) if (ROOT / f"{file}.py").exists() else {}
         names = {**found, "__name__": f"{package}.{module}", "__package__": package}
@@ -38,7 +38,7 @@ def templates():
         return {name: value for name, value in names.items() if found.get(name) is not value}
 
     with mock.patch.dict(_PRESETS), mock.patch.dict(FAMILIES), mock.patch.dict(sl.Scorer._named):
-        yield made
+        yield definitions
 
 
 def run_examples(thing):

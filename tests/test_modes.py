@@ -73,7 +73,7 @@ def attended_with_options(implementation=None):
     return attended(implementation, segment_ids=documents(), sinks=array(N), logits_soft_cap=5.0)
 
 
-def blocks_chosen():
+def select_blocks():
     chosen = sl.top_k_blocks(array(B, 8, K, 5), 3, block=16, granularity=16, forced=sl.Window(0))
     start = jnp.arange(9)[3] * 16
     later = sl.top_k_blocks(array(B, 2, K, 5), 3, block=16, granularity=16, forced=sl.Window(0), start=start)
@@ -193,7 +193,7 @@ PROGRAMS = {
     **{f"op, selection, {name}": functools.partial(attended, name, chosen=True) for name in ("xla", "reference")},
     "op, table": lambda: attended(mask=TABLES["tiles"]),
     "op, run-time mask": lambda: attended(mask=jnp.tril(jnp.ones((T, T), bool))),
-    "chosen blocks": blocks_chosen,
+    "chosen blocks": select_blocks,
     "scorers": scored,
     "rope": turned,
     "NNX attention": lambda: trained(

@@ -116,7 +116,7 @@ def built(tmp_path_factory):
 # --- what is built ---------------------------------------------------------------------------------------------------
 
 
-def test_an_index_would_take_both(built):
+def test_twine_accepts_sdist_and_wheel(built):
     said = run("-m", "twine", "--no-color", "check", "--strict", *built.values(), cwd=ROOT)
     assert said.count("PASSED") == 2, said
 

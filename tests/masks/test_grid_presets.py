@@ -66,7 +66,7 @@ def test_neighborhood(shape, kernel, dilation, causal):
 def test_sliding_tile(shape, kernel, tile):
     each = [x if isinstance(x, tuple) else (x,) * len(shape) for x in (kernel, tile)]
 
-    def near(i, j, n, kernel, tile):
+    def in_window(i, j, n, kernel, tile):
         """Its window has a centre, which stays away from the edges by half of it."""
         tiles, reach = -(-n // tile), kernel // 2
         centre = min(max(i // tile, reach), tiles - 1 - reach)
@@ -75,7 +75,7 @@ def test_sliding_tile(shape, kernel, tile):
     check(
         "sliding_tile",
         shape,
-        lambda q, k: all(near(*axis) for axis in zip(q, k, shape, *each, strict=True)),
+        lambda q, k: all(in_window(*axis) for axis in zip(q, k, shape, *each, strict=True)),
         kernel=kernel,
         tile=tile,
     )

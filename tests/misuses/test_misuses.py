@@ -50,6 +50,6 @@ def test_the_error_names_argument_value_and_rule(table, row):
         assert part and part in message
 
 
-def test_calls_are_told_apart():
+def test_calls_are_distinct():
     calls = [row.call for _, row in ROWS]
     assert len(set(calls)) == len(calls)

@@ -52,7 +52,7 @@ def pure(module):
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def made(module, *arguments):
+def perturbed_params(module, *arguments):
     """Parameters away from their initial zeros and ones, without the program that would initialise them."""
     key = jax.random.key(0)
     shapes = jax.eval_shape(module.init, {"params": key, "dropout": key}, *(arguments or [inputs(2, T, F)]))

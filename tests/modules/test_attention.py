@@ -99,7 +99,7 @@ def test_state_of_a_dense_flax_layer_loads_unchanged(num_kv_heads, normalize_qk)
     np.testing.assert_allclose(run(layer, x), expected, atol=3e-6)
 
 
-def test_initial_parameters_are_flax_own():
+def test_initial_parameters_equal_those_of_flax():
     options = {"kernel_init": nnx.initializers.normal(0.1), "use_bias": False}
     ours, theirs = make(**options), nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0), **options)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(theirs))
@@ -194,7 +194,7 @@ def test_segments_are_isolated_and_padding_is_inert():
     assert influence[16, 9:17].any() and influence[8, :9].any()
 
 
-def test_pattern_and_plan_are_held_from_construction():
+def test_pattern_and_plan_are_attributes_and_not_state():
     array = np.tril(np.ones((T, T), bool))
     assert make("sliding_window:window=4").pattern == "sliding_window:window=4"
     assert make(array).pattern == sl.as_masks(array)

@@ -135,6 +135,6 @@ def test_arrays_that_do_not_fit_are_refused():
         ("all", {"fwd_params": (8, 8)}, ValueError, "fwd_params must be FwdParams or None"),
     ],
 )
-def test_wrong_settings_are_refused_when_the_function_is_made(pattern, options, error, words):
+def test_wrong_settings_are_refused_by_make_attention_fn(pattern, options, error, words):
     with pytest.raises(error, match=words):
         sl.make_attention_fn(pattern, **{"seq_len": T} | options)

@@ -95,7 +95,7 @@ def formula(p, x, positions, options):
     return y + normed(linear(hidden, "mlp_out"), norm, "mlp_out_norm")
 
 
-def made(**options):
+def perturbed_block(**options):
     options = SIZES | {"pattern": PATTERN, "seq_len": T, "head_dim": H, "rngs": nnx.Rngs(0)} | options
     block = sl.SparseTransformerBlock(N, F, **options)
     nnx.update(block, perturbed(nnx.state(block, nnx.Param)))
@@ -112,7 +112,7 @@ run = nnx.jit(lambda block, x, **given: block(x, **given))
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_their_formulas(name):
     options, x = BLOCKS[name], inputs(T, F)
-    block = made(**options)
+    block = perturbed_block(**options)
     params = pure(block)
     positions = np.array([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 9, 7])
     expected = formula(params, x, positions, options)
@@ -148,7 +148,7 @@ def of_haiku(params, path, shapes):
 
 @pytest.mark.parametrize("name", ["Gemma", "OLMo 2", "GPT-NeoX"])
 def test_blocks_decode_as_they_compute(name):
-    block, x = made(**BLOCKS[name]), inputs(2, T, F)
+    block, x = perturbed_block(**BLOCKS[name]), inputs(2, T, F)
     expected = run(block, x)
     lengths = np.array([5, 7])
     out, cache = nnx.jit(lambda block, x: block.prefill(x, lengths))(block, x)
@@ -168,7 +168,7 @@ def test_activations_are_their_definitions(name):
 
 
 def test_positions_of_packed_documents_and_of_left_padding():
-    block, x = made(norm="rms", mlp="swiglu"), inputs(T, F)
+    block, x = perturbed_block(norm="rms", mlp="swiglu"), inputs(T, F)
     ids, positions = np.array([0] * 5 + [1] * 7), np.array([*range(5), *range(7)])
     packed = run(block, x, segment_ids=ids, positions=positions)
     np.testing.assert_allclose(packed[5:], run(block, x[5:]), atol=1e-5)
@@ -195,9 +195,9 @@ def test_any_module_as_mlp():
     def experts(rngs):
         return nnx.Sequential(nnx.Linear(F, 3, rngs=rngs), nnx.tanh, nnx.Linear(3, F, rngs=rngs))
 
-    block, x = made(make_mlp=experts), inputs(T, F)
+    block, x = perturbed_block(make_mlp=experts), inputs(T, F)
     assert block.mlp_in is block.mlp_gate is block.mlp_out is None
-    y = x + run_part(block, x)
+    y = x + run_attention(block, x)
     added = nnx.jit(lambda block, y: block.mlp_module(block.mlp_norm(y)))(block, y)
     np.testing.assert_allclose(run(block, x), y + added, atol=1e-5)
     scanned = nnx.eval_shape(lambda: model(make_mlp=experts, scan_layers=True, changed=False))
@@ -213,7 +213,7 @@ def test_any_module_as_mlp():
     assert params["mlp_module"]["Dense_0"]["kernel"].shape == (F, F) and "mlp_in" not in params
 
 
-def run_part(block, x):
+def run_attention(block, x):
     return nnx.jit(lambda block, x: block.attention(block.attention_norm(x)))(block, x)
 
 

@@ -205,17 +205,17 @@ def test_a_layer_and_a_block_decode_as_they_compute(choosing):
 
     @nnx.jit
     def decoded(layer, x, ids):
-        def chosen(ids):
+        def selection_of(ids):
             return sl.Selection(ids, block=16) if choosing else None
 
-        out, cache = layer.prefill(x[:, :33], selection=chosen(ids[:, :33]))
+        out, cache = layer.prefill(x[:, :33], selection=selection_of(ids[:, :33]))
 
         def step(cache, position):
-            own = chosen(ids[:, position][:, None])
+            own = selection_of(ids[:, position][:, None])
             out, cache = layer.decode_step(x[:, position], cache, jnp.full(B, position), selection=own)
             return cache, out
 
-        return layer(x, selection=chosen(ids)), out, jax.lax.scan(step, cache, positions)[1]
+        return layer(x, selection=selection_of(ids)), out, jax.lax.scan(step, cache, positions)[1]
 
     for layer in (block, block.attention):
         want, first, later = map(np.asarray, decoded(layer, x, ids))

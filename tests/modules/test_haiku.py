@@ -44,7 +44,7 @@ def block(**options):
     return hk.transform(lambda x, **more: SparseTransformerBlock(N, F, **options)(x, **more))
 
 
-def made(model, *arguments, seed=1):
+def perturbed_params(model, *arguments, seed=1):
     """Parameters away from their initial zeros and ones, without the program that would initialise them."""
     return perturbed(jax.eval_shape(model.init, jax.random.key(0), *(arguments or [inputs(2, T, F)])), seed)
 
@@ -121,7 +121,7 @@ def test_parameters_of_dense_haiku_give_its_values_and_gradients(name):
     features = (F, 12, 10) if "of their own" in name else (F, F, F)
     arrays = [inputs(2, T, f, seed=i) for i, f in enumerate(features)]
     sparse, full = attention(**options), plain(**sizes)
-    params = made(sparse, *arrays)
+    params = perturbed_params(sparse, *arrays)
     assert specs(read(params)) == specs(jax.eval_shape(full.init, jax.random.key(0), *arrays))
     mask = jnp.broadcast_to(mask, (2, N, T, T))
     found, expected = value_and_grads(
@@ -193,7 +193,7 @@ def test_the_block_gives_the_values_and_gradients_of_nnx(name):
         nnx.replace_by_pure_dict(new, as_nnx(params))
         return nnx.merge(graph, new)(x, segment_ids=ids)
 
-    params, x = made(ours), inputs(2, T, F)
+    params, x = perturbed_params(ours), inputs(2, T, F)
     assert specs(as_nnx(params)) == specs(nnx.to_pure_dict(state))
     apply = functools.partial(ours.apply, rng=None, segment_ids=ids)
     found, expected = value_and_grads(lambda params, x: apply(params, x=x), apply_nnx)(params, x)
@@ -258,7 +258,7 @@ def test_layer_stack_of_remat_blocks_gives_the_values_and_gradients_of_the_loop(
             x = one.apply(layer, None, x)
         return x
 
-    params, x = made(stacked), inputs(1, T, F)
+    params, x = perturbed_params(stacked), inputs(1, T, F)
     assert "remat" in str(jax.make_jaxpr(lambda params: stacked.apply(params, None, x))(params))
     found, expected = value_and_grads(lambda params, x: stacked.apply(params, None, x), loop)(params, x)
     assert_close(found, expected, 1e-5)
@@ -267,7 +267,7 @@ def test_layer_stack_of_remat_blocks_gives_the_values_and_gradients_of_the_loop(
 def test_half_precision_by_the_input_and_by_a_policy():
     model = hk.without_apply_rng(block(use_sinks=True, rope_theta=100.0, normalize_qk=True))
     x = inputs(1, T, F)
-    halved = made(model, x.astype(jnp.bfloat16))
+    halved = perturbed_params(model, x.astype(jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(halved)} == {jnp.dtype(jnp.bfloat16)}
     params = jax.tree.map(lambda p: p.astype(jnp.float32), halved)
     policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
@@ -275,7 +275,7 @@ def test_half_precision_by_the_input_and_by_a_policy():
     @once
     def run(params, halved):
         with hk.mixed_precision.push_policy(SparseTransformerBlock, policy):
-            assert specs(made(model, x)) == specs(params)
+            assert specs(perturbed_params(model, x)) == specs(params)
             mixed = model.apply(params, x)
         return model.apply(params, x), mixed, model.apply(halved, x.astype(jnp.bfloat16))
 
@@ -291,7 +291,7 @@ def test_half_precision_by_the_input_and_by_a_policy():
 
 def test_dropout_acts_at_the_ends_of_both_branches_when_switched_on():
     model, x, key = block(dropout_rate=0.5, remat=True), inputs(1, T, F), jax.random.key(5)
-    params = made(block())
+    params = perturbed_params(block())
     # With a silent MLP the branch's end is seen by itself: each value is either dropped or doubled.
     silent = params | {name: jax.tree.map(jnp.zeros_like, params[name]) for name in params if name.endswith("mlp_out")}
 
@@ -382,7 +382,7 @@ def test_decoding_is_the_call(name, max_step):
     if name == "scorer":
         del options["fwd_params"]
     x, call = inputs(2, T, F), attention(**options)
-    params = made(call, x)
+    params = perturbed_params(call, x)
     out, names = decoded(
         lambda: SparseSelfAttention(N, H, name="multi_head_attention", **options), params, x, 16, max_step
     )
@@ -393,7 +393,7 @@ def test_decoding_is_the_call(name, max_step):
 def test_a_block_decodes():
     options = {"norm": "rms", "norm_placement": "sandwich", "mlp": "swiglu", "normalize_qk": True} | SETTINGS
     x, call = inputs(2, T, F), hk.without_apply_rng(block(**options))
-    params = made(call, x)
+    params = perturbed_params(call, x)
     out, names = decoded(lambda: SparseTransformerBlock(N, F, **options), params, x, 20)
     assert_close(out, call.apply(params, x))
     assert specs(names) == specs(params)
@@ -401,9 +401,9 @@ def test_a_block_decodes():
 
 def test_prompts_of_different_lengths_and_chunks():
     x, call = inputs(2, T, F), attention()
-    params, lengths = made(call, x), jnp.array([5, 16])
+    params, lengths = perturbed_params(call, x), jnp.array([5, 16])
 
-    def whole(x):
+    def unchunked(x):
         return SparseSelfAttention(N, H, name="multi_head_attention", **SETTINGS).prefill(x, lengths)
 
     def chunks(x):
@@ -415,7 +415,7 @@ def test_prompts_of_different_lengths_and_chunks():
         return jnp.concatenate(outs, axis=1), cache
 
     (out, cache), (chunked, chunked_cache) = (
-        once(hk.without_apply_rng(hk.transform(function)).apply)(params, x[:, :16]) for function in (whole, chunks)
+        once(hk.without_apply_rng(hk.transform(function)).apply)(params, x[:, :16]) for function in (unchunked, chunks)
     )
     assert_close(chunked[1], out[1])
     assert_close(chunked[0, :5], out[0, :5])

@@ -24,12 +24,12 @@ from tests.modules.linen_layers import (
     assert_close,
     attention,
     block,
-    made,
     native,
     nnx_attention,
     nnx_block,
     nnx_native,
     once,
+    perturbed_params,
     pure,
     specs,
     value_and_grads,
@@ -96,7 +96,7 @@ CASES = {
 def test_same_parameters_and_the_same_values_and_gradients_as_nnx(name):
     make, reference, options = CASES[name]
     module, other = make(**options), reference(**options)
-    params = made(module)
+    params = perturbed_params(module)
     assert specs(params) == specs(pure(other))
     chosen = {"selection": SELECTION} if "selection" in name else {}
     run = value_and_grads(apply_of(module, **chosen), apply_of_nnx(other, **chosen))
@@ -109,7 +109,7 @@ def test_block_in_half_precision():
     # Flax's norms of NNX round their inputs and parameters to the dtype of the computation, those of Linen do not. With
     # numbers that need no rounding there is no difference left, but that NNX rounds the norms' gradients.
     module, other = block(**BF16, mlp="swiglu"), nnx_block(**BF16, mlp="swiglu")
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), made(module))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), perturbed_params(module))
     x = inputs(2, T, F).astype(jnp.bfloat16)
     found, expected = value_and_grads(apply_of(module), apply_of_nnx(other))(params, x)
     assert found[0].dtype == jnp.bfloat16
@@ -146,7 +146,7 @@ def test_precision_is_that_of_the_four_projections(make, reference):
         program = str(jax.make_jaxpr(apply)(params, inputs(1, T, F)))
         return len(re.findall("Precision.HIGHEST, Precision.HIGHEST", program))
 
-    params = made(make())
+    params = perturbed_params(make())
     kernels = count(apply_of(make()))  # attention's own
     assert count(apply_of(make(precision="highest"))) == kernels + 4
     assert count(apply_of_nnx(reference(precision="highest"))) == kernels + 4

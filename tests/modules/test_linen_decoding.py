@@ -14,7 +14,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers import linen
 from tests.arrays import inputs
-from tests.modules.linen_layers import NSA, F, N, T, attention, block, made, native, nnx_native, once
+from tests.modules.linen_layers import NSA, F, N, T, attention, block, native, nnx_native, once, perturbed_params
 
 DECODING = {
     "attention, many options": (
@@ -40,17 +40,17 @@ DECODING = {
 def test_decoding_equals_the_forward_pass_token_by_token(name):
     make, options = DECODING[name]
     module, x = make(**{"fwd_params": None} | options), inputs(2, T, F)
-    params, lengths, rows = made(make(**options | {"dropout_rate": 0.0})), np.array([3, 14]), np.arange(2)
+    params, lengths, rows = perturbed_params(make(**options | {"dropout_rate": 0.0})), np.array([3, 14]), np.arange(2)
     prompts = np.where(np.arange(16)[:, None] < lengths[:, None, None], x[:, :16], np.nan)
     ids = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, T, N, 1)))
 
     @once
     def run(params, x):
-        def chosen(ids):
+        def selection_of(ids):
             return sl.Selection(ids, block=16) if "selection" in name else None
 
         def apply(*arguments, ids, **more):
-            return module.apply({"params": params}, *arguments, selection=chosen(ids), **more)
+            return module.apply({"params": params}, *arguments, selection=selection_of(ids), **more)
 
         def step(cache, position):
             own = ids[rows, position][:, None]
@@ -67,7 +67,7 @@ def test_decoding_equals_the_forward_pass_token_by_token(name):
         np.testing.assert_allclose(later[:, row], want[row, length : length + 10], atol=1e-5)
 
 
-def test_parameters_may_be_made_by_a_prompt():
+def test_prefill_initialises_the_parameters():
     module, arguments = attention(use_sinks=True), (jax.random.key(0), inputs(1, 5, F))
     by_prefill, by_call = (once(functools.partial(module.init, method=m))(*arguments) for m in ("prefill", None))
     jax.tree.map(np.testing.assert_array_equal, by_prefill, by_call)
@@ -109,7 +109,7 @@ class LM(nn.Module):
 
 
 @dataclasses.dataclass(eq=False)
-class Held:
+class ModuleWithVariables:
     """A module beside its variables, as others hold it."""
 
     module: nn.Module
@@ -125,11 +125,11 @@ class Held:
 def test_models_of_linen_are_sampled_from_and_compiled_once():
     from sparse_layers.modules.generate import _generate
 
-    params, programs = made(LM(), jnp.ones((1, 4), int)), []
+    params, programs = perturbed_params(LM(), jnp.ones((1, 4), int)), []
     for scale in (1, -0.5):
         variables = {"params": jax.tree.map(lambda leaf, scale=scale: scale * leaf, params)}
         text = sl.generate(LM().bind(variables), [[1, 2, 3], [5]], 6)
-        held = sl.generate(Held(LM(), variables), [[1, 2, 3], [5]], 6)
+        held = sl.generate(ModuleWithVariables(LM(), variables), [[1, 2, 3], [5]], 6)
         np.testing.assert_array_equal(held, text)
         np.testing.assert_array_equal(sl.generate(LM().bind(variables), [[1, 2, 3], [5]], 6, chunk=2), text)
         whole = jnp.array([[1, 2, 3, *text[0].tolist()]])
@@ -144,7 +144,7 @@ def test_models_of_linen_are_sampled_from_and_compiled_once():
 def test_native_sparse_attention_decodes_as_that_of_nnx():
     options = {"num_kv_heads": 2, "rope_theta": 100.0}
     module, other, x = native(**options), nnx_native(**options), inputs(2, 80, F)
-    params = made(module, x)
+    params = perturbed_params(module, x)
     nnx.update(other, params)
 
     def decoded(prefill, step):

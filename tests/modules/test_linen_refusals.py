@@ -9,7 +9,7 @@ from flax import errors
 import sparse_layers as sl
 from sparse_layers import linen
 from tests.arrays import inputs
-from tests.modules.linen_layers import F, N, T, apply_of, attention, block, made, nnx_block
+from tests.modules.linen_layers import F, N, T, apply_of, attention, block, nnx_block, perturbed_params
 
 
 @pytest.mark.parametrize("make", [attention, block])
@@ -72,7 +72,7 @@ def test_wrong_settings_are_refused_before_any_work(make, options, words):
         jax.eval_shape(module.init, jax.random.key(0), inputs(2, T, F))
     assert all(word in str(error.value) for word in words), str(error.value)
     with pytest.raises(ValueError) as again:
-        jax.eval_shape(apply_of(module), made(make()), inputs(2, T, F))
+        jax.eval_shape(apply_of(module), perturbed_params(make()), inputs(2, T, F))
     assert str(again.value) == str(error.value)
 
 
@@ -90,7 +90,7 @@ def test_unsupported_attention_options_are_refused():
 
 @pytest.mark.parametrize("make", [attention, block])
 def test_wrong_calls_are_refused(make):
-    params, x = made(make()), inputs(2, T + 1, F)
+    params, x = perturbed_params(make()), inputs(2, T + 1, F)
 
     def apply(x, segment_ids=None):
         return jax.eval_shape(apply_of(make()), params, x, segment_ids)

@@ -19,9 +19,9 @@ from tests.modules.linen_layers import (
     apply_of,
     assert_close,
     block,
-    made,
     nnx_block,
     once,
+    perturbed_params,
     pure,
     specs,
     value_and_grads,
@@ -42,7 +42,7 @@ def test_any_leading_batch_dimensions_vmap_and_shorter_inputs():
         mapped = jax.vmap(apply, in_axes=(None, 0, 0))(params, x[1], ids[1])
         return apply(params, x, ids), one, mapped, apply(params, x[1, 2, :17], ids[1, 2, :17])
 
-    out, one, mapped, shorter = run(made(module), x, ids)
+    out, one, mapped, shorter = run(perturbed_params(module), x, ids)
     assert out.shape == x.shape
     np.testing.assert_allclose(out[1, 2], one, atol=1e-5)
     np.testing.assert_allclose(out[1], mapped, atol=1e-5)
@@ -59,7 +59,7 @@ def test_remat_of_linen_with_a_policy_keeps_what_attention_names():
         nn.remat(linen.SparseSelfAttention, policy=kept),
     ]
     applies, x = [apply_of(kind(N, **options)) for kind in kinds], inputs(2, T, F)
-    params = made(kinds[0](N, **options))
+    params = perturbed_params(kinds[0](N, **options))
     gradients = [jax.grad(lambda p, apply=apply: apply(p, x, IDS).sum()) for apply in applies]
     programs = [jax.make_jaxpr(gradient)(params).jaxpr for gradient in gradients]
     assert [count(program, "remat2") for program in programs] == [0, 1, 1]
@@ -74,7 +74,7 @@ def test_remat_of_the_block_changes_neither_values_nor_gradients():
     x = inputs(1, T, F)
     options = {"deterministic": False, "rngs": {"dropout": jax.random.key(5)}}
     applies = [apply_of(block(remat=remat, dropout_rate=0.3), **options) for remat in (False, True)]
-    params = made(block())
+    params = perturbed_params(block())
     assert ["remat" in str(jax.make_jaxpr(apply)(params, x)) for apply in applies] == [False, True]
     plain, remat = value_and_grads(*applies)(params, x)
     assert_close(remat, plain, 2e-6)
@@ -100,7 +100,7 @@ class Stack(nn.Module):
 
 def test_scan_over_stacked_blocks_equals_the_loop():
     module = block(num_layers=3, pattern=[ARRAY, "all"], remat=True)
-    params = made(Stack(module))
+    params = perturbed_params(Stack(module))
     assert specs(params["block"]) == jax.tree.map(lambda leaf: ((3, *leaf.shape), str(leaf.dtype)), pure(nnx_block()))
 
     def loop(params, x, ids):
@@ -134,8 +134,8 @@ def test_scan_gives_each_block_parameters_and_dropout_of_its_own():
 
 def test_dropout_acts_at_the_ends_of_both_branches_only():
     module, x = block(dropout_rate=0.5), inputs(1, T, F)
-    params = made(block())
-    assert specs(made(module.clone(deterministic=True))) == specs(params)
+    params = perturbed_params(block())
+    assert specs(perturbed_params(module.clone(deterministic=True))) == specs(params)
     # With a silent MLP the branch's end is seen by itself: each value is either dropped or doubled.
     silent = params | {"mlp_out": jax.tree.map(jnp.zeros_like, params["mlp_out"])}
     keys = [{"dropout": jax.random.key(seed)} for seed in (0, 1)]
@@ -165,7 +165,7 @@ def test_dropout_acts_at_the_ends_of_both_branches_only():
 
 
 def test_dropout_must_be_switched_and_needs_a_key():
-    params, x = made(block()), inputs(1, T, F)
+    params, x = perturbed_params(block()), inputs(1, T, F)
     with pytest.raises(ValueError, match="deterministic"):
         jax.eval_shape(apply_of(block(dropout_rate=0.5)), params, x)
     with pytest.raises(errors.InvalidRngError, match="dropout"):

@@ -190,7 +190,7 @@ def test_nothing_of_another_document_matters_wherever_it_ends():
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_selected_branch_alone_is_dense_attention_if_all_blocks_are_chosen():
+def test_the_selected_branch_alone_is_dense_attention_if_all_blocks_are_selected():
     layer, x = make(pattern=sl.NSA(count=7, **SIZES), rope_theta=100.0), inputs(1, 101, F)
     dense = sl.SparseSelfAttention(
         4, F, num_kv_heads=2, head_dim=H, pattern="causal", seq_len=101, rope_theta=100.0, rngs=nnx.Rngs(0)

@@ -315,10 +315,10 @@ def test_generate_refuses_ids_of_another_shape_or_model():
     with pytest.raises(ValueError, match="order_ids must fit into int32, got 4294967296 to 4294967296"):
         sl.generate(model(), prompts, 2, order_ids=np.full((1, 9), 2**32))
 
-    class Other:
+    class ModelWithoutOrderIds:
         def prefill(self, tokens, lengths): ...
 
         def decode_step(self, tokens, caches, position): ...
 
     with pytest.raises(ValueError, match="order_ids must be None for a model whose prefill has no argument order_ids"):
-        sl.generate(Other(), prompts, 2, order_ids=prompts)
+        sl.generate(ModelWithoutOrderIds(), prompts, 2, order_ids=prompts)

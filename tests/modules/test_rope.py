@@ -55,11 +55,11 @@ def test_each_pair_rotates_by_its_coordinate_and_gradients_rotate_back(name):
     x, weights = inputs(T, N, size), inputs(T, N, size, seed=1)
 
     @compiled
-    def both(x, weights):
+    def out_and_gradient(x, weights):
         out, pull = jax.vjp(rope, x)
         return out, pull(weights)[0]
 
-    out, slope = both(x, weights)
+    out, slope = out_and_gradient(x, weights)
     np.testing.assert_allclose(out, turned(rope, x), atol=1e-5)
     np.testing.assert_allclose(slope, turned(rope, weights, sign=-1), atol=1e-5)
     positions = np.array([[3, 29, 0], [8, 8, 9]])

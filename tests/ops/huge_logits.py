@@ -99,7 +99,7 @@ def expected(case: cases.Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndar
         slope * gap_off + (slope_off + 2 * eps * slope) * (gap + gap_off)
     )
 
-    def by_key(x, y):
+    def by_kv_head(x, y):
         x = _by_query(x.swapaxes(2, 3), y)
         return x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)
 
@@ -107,8 +107,8 @@ def expected(case: cases.Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndar
         "out": out_off,
         "lse": np.where(allowed, rounding, 0).max(-1).swapaxes(1, 2) + ROUNDINGS * EPS * abs(lse),
         "dq": abs(case.scale) * _by_query(dlogits_off, abs(k)),
-        "dk": abs(case.scale) * by_key(dlogits_off, abs(q)),
-        "dv": by_key(p_off + 2 * eps * (p + p_off), abs(dout)),
+        "dk": abs(case.scale) * by_kv_head(dlogits_off, abs(q)),
+        "dv": by_kv_head(p_off + 2 * eps * (p + p_off), abs(dout)),
     }
     if "sinks" in arrays:
         logs = np.where(np.isneginf(right["lse"]), -np.inf, arrays["sinks"] - lse)[..., None].swapaxes(1, 2)

@@ -353,7 +353,7 @@ def test_equal_masks_share_a_trace(monkeypatch):
     ],
     ids=["strided", "merged", "fixed", "heads differ", "tiles"],
 )
-def test_nothing_of_size_t_by_s(pattern):
+def test_no_array_is_of_size_t_by_s(pattern):
     length = 4096
     q, k, v = arrays(1, t=length, h=8)
     ids = jnp.zeros((1, length), jnp.int32)

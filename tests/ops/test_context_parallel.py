@@ -259,7 +259,7 @@ def planned(case, size, itemsize):
     return total
 
 
-def both(case, spec, q, k, v, *pull):
+def results_and_gradients(case, spec, q, k, v, *pull):
     results, pullback = jax.vjp(lambda *x: attend(case, spec=spec)(*x, None), q, k, v)
     return results, pullback(pull)
 
@@ -268,7 +268,7 @@ def check_bytes(case):
     mesh = mesh_of(case)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in arrays(case)]
-        program = jax.jit(functools.partial(both, case, None), compiler_options=COMPILER)
+        program = jax.jit(functools.partial(results_and_gradients, case, None), compiler_options=COMPILER)
         text = program.lower(*placed).compile().as_text()
     found, (n, k) = received(text, case.devices)[1], case.heads
     length = padded_length(sl.as_masks(case.mask), case.length, case.devices, "xla", n // k)
@@ -286,7 +286,12 @@ def check_without_batch():
     case = Case(sl.Causal() & sl.Window(9), 128, 4, tensor=2)
     placed, mesh = [x[0] for x in arrays(case)], mesh_of(case)
     with jax.set_mesh(mesh):
-        text = jax.jit(functools.partial(both, case, P("context", "heads"))).lower(*placed).compile().as_text()
+        text = (
+            jax.jit(functools.partial(results_and_gradients, case, P("context", "heads")))
+            .lower(*placed)
+            .compile()
+            .as_text()
+        )
     np.testing.assert_array_equal(received(text, 8)[1].reshape(2, 4, 2).sum(2), planned(case, H, 4))
 
 
@@ -295,7 +300,7 @@ def check_no_entries():
     for mask in (STREAMING, STRIDED, FIXED, sl.Causal()):
         case = Case(mask, entries=0)
         with jax.set_mesh(mesh_of(case)):
-            results, gradients = jax.jit(functools.partial(both, case, None))(*arrays(case))
+            results, gradients = jax.jit(functools.partial(results_and_gradients, case, None))(*arrays(case))
         assert [x.shape[0] for x in (*results, *gradients)] == [0] * 5
 
 
@@ -370,7 +375,7 @@ def check_dead_rows():
 def check_order(case, barriers):
     """Chunks in zigzag order are computed one after the other, before other parts. XLA orders these."""
     with jax.set_mesh(mesh_of(case)):
-        traced = jax.make_jaxpr(functools.partial(both, case, None))(*arrays(case))
+        traced = jax.make_jaxpr(functools.partial(results_and_gradients, case, None))(*arrays(case))
     assert str(traced).count("optimization_barrier") == 2 * barriers  # forward and backward
 
 
@@ -556,7 +561,11 @@ def test_compiles_for_tpus(name):
         for shape in shapes
     ]
     with jax.set_mesh(mesh):
-        lowered = jax.jit(functools.partial(both, case, None)).trace(*args).lower(lowering_platforms=("tpu",))
+        lowered = (
+            jax.jit(functools.partial(results_and_gradients, case, None))
+            .trace(*args)
+            .lower(lowering_platforms=("tpu",))
+        )
     text = lowered.compile().as_text()
     counts, total = received(text, 8)
     assert counts == collectives and "tpu_custom_call" in text

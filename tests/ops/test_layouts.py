@@ -129,7 +129,7 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_likely_mistake_is_told_once(trap):
+def test_a_likely_mistake_warns_once(trap):
     call, reading, cure = TRAPS[trap]
     with pytest.warns(UserWarning) as caught:
         call()

@@ -43,7 +43,7 @@ Gradients = collections.namedtuple("Gradients", (*table.Gradients._fields, "bias
 def biased(backend, axes):
     """The implementation with a bias: a further feature of keys, which queries have as 1 / scale."""
 
-    def folded(call, operands):
+    def append_bias(call, operands):
         """Operands with the bias in query and key, and the transpose of its broadcast to all of ``axes``."""
         q, k = operands.query, operands.key
         missing = [i for i, name in enumerate("bsk") if name not in axes]
@@ -54,11 +54,11 @@ def biased(backend, axes):
         return table.Operands(*arrays[: len(table.Operands._fields)]), pull
 
     def forward(call, operands):
-        return vmap_as_batch(lambda x: backend.forward(call, folded(call, x)[0]), math.inf, operands)
+        return vmap_as_batch(lambda x: backend.forward(call, append_bias(call, x)[0]), math.inf, operands)
 
     def backward(call, operands, *by_query):
         def gradients(operands, *by_query):
-            arrays, pull = folded(call, operands)
+            arrays, pull = append_bias(call, operands)
             dq, dk, dv = backend.backward(call, arrays, *by_query)
             return Gradients(dq[..., :-1], dk[..., :-1], dv, *pull(dk[..., -1]))
 

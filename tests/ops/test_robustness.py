@@ -38,7 +38,7 @@ class Reach(sl.Mask):
         return (k <= q) & (q - k <= self.reach)
 
 
-def test_masks_of_users_are_told_apart():
+def test_masks_of_users_are_distinct():
     near, far = Reach(1), Reach(30)
     assert near != far and near == near
     for mask in (near, far):

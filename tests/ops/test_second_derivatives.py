@@ -73,12 +73,12 @@ def test_second_derivatives(implementation, name):
         return jax.vjp(op, x)[1]((pull["dout"], pull["dlse"]))[0]
 
     @compiled
-    def both_modes(x, pull, along):
+    def forward_and_reverse(x, pull, along):
         forward = jax.jvp(gradients, (x, pull), (along, pull))[1]
         return forward, jax.vjp(gradients, x, pull)[1](along)
 
     with jax.enable_x64(True):
-        forward, (back, back_pull) = both_modes(*jax.tree.map(jnp.asarray, (x, pull, along)))
+        forward, (back, back_pull) = forward_and_reverse(*jax.tree.map(jnp.asarray, (x, pull, along)))
     with np.errstate(invalid="ignore"):
         slopes = {key: (high - right(-1e-5)[key]) / 2e-5 for key, high in right(1e-5).items()}
     now = right(0)

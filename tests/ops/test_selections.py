@@ -51,10 +51,10 @@ class Case(cases.Case):
         return sl.Selection(self.ids(), block=self.block, granularity=self.granularity)
 
     def allowed(self):
-        return super().allowed() & chosen_pairs(self.ids(), self.granularity, self.block, self.heads[0], self.shape)
+        return super().allowed() & selected_pairs(self.ids(), self.granularity, self.block, self.heads[0], self.shape)
 
 
-def chosen_pairs(ids, granularity, block, heads, shape):
+def selected_pairs(ids, granularity, block, heads, shape):
     """Bool [B, N, T, S], one id after the other."""
     pairs = np.zeros((len(ids), heads, *shape), bool)
     for b, row, head, slot in np.ndindex(*ids.shape):
@@ -178,7 +178,7 @@ def test_random_selections(granularity, implementation):
         ids = ids_of(granularity, seed=seed, least=-1 - 2 * int(rng.integers(3)))
         ids = np.where(rng.random(ids.shape) < rng.random(), ids, ids[:, :1])
         ids = np.where(rng.random(ids.shape[:3])[..., None] < 0.1, -1, np.maximum(ids, -1)).astype(np.int32)
-        allowed = WINDOW.dense(T, S) & chosen_pairs(ids, granularity, BLOCK, N, (T, S))
+        allowed = WINDOW.dense(T, S) & selected_pairs(ids, granularity, BLOCK, N, (T, S))
         exact = DenseAttention(q, k, v, allowed, dout, dlse)
         right, sizes = exact.answers, exact.absolute_sums()
         found = answers(q, k, v, dout, dlse, ids, granularity=granularity, implementation=implementation)
@@ -343,7 +343,7 @@ def test_strict_promotion():
 
 
 @pytest.mark.parametrize("granularity", [1, 64])
-def test_nothing_is_of_size_t_by_s_nor_gathered(granularity):
+def test_no_array_is_of_size_t_by_s_nor_gathered(granularity):
     length, k, block = 4096, 8, 32
     q, kv = (jax.ShapeDtypeStruct((1, length, n, H), jnp.float32) for n in (4, 2))
     chosen = jax.eval_shape(
@@ -428,7 +428,7 @@ def test_top_k_blocks(k, block, granularity, causal, forced, start):
     np.testing.assert_array_equal(traced.ids, found.ids[0])
 
 
-def test_scores_of_nothing_are_never_chosen():
+def test_scores_of_minus_infinity_or_nan_are_never_selected():
     scores = jnp.array([jnp.nan, 1.0, -jnp.inf, 0.0]) * jnp.ones((1, 1, 1))
     assert sl.top_k_blocks(scores, 4, block=16, causal=False).ids.tolist() == [[[1, 3, -1, -1]]]
 

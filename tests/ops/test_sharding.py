@@ -25,7 +25,7 @@ from sparse_layers.ops.custom_vjp import CHECKPOINT_NAMES
 from sparse_layers.ops.implementations import IMPLEMENTATIONS
 from sparse_layers.tools.oracle import DenseAttention, in_order, same_segment
 from tests.ops.cases import COMPILER
-from tests.ops.test_selections import chosen_pairs
+from tests.ops.test_selections import selected_pairs
 from tests.programs import on_devices
 
 B, T, H = 4, 24, 8
@@ -127,7 +127,7 @@ def check_case(mesh, case):
     if case.chosen:
         blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-t // 16), case.chosen, 1))
         chosen = sl.Selection(blocks, block=16, granularity=16)
-        allowed = allowed & chosen_pairs(blocks, 16, 16, case.heads[0], (t, t))
+        allowed = allowed & selected_pairs(blocks, 16, 16, case.heads[0], (t, t))
     right = DenseAttention(q, k, v, allowed, *pull, sinks=sinks).answers
     right["lse"] = np.where(np.isfinite(right["lse"]), right["lse"], 0)
 
@@ -200,14 +200,16 @@ def check_manual(mesh):
 def check_second_derivative(mesh):
     q, k, v, pull, _ = arrays(8, 8)
 
-    def both_modes(q, implementation):
+    def forward_and_reverse(q, implementation):
         slope = jax.grad(lambda q: (attend(q, k, v, implementation=implementation) ** 2).sum())
         forward = jax.vmap(lambda along: jax.jvp(slope, (q,), (along,))[1])(jnp.stack([pull, -pull]))  # as jacfwd does
         return forward, jax.grad(lambda q: jnp.vdot(slope(q), pull))(q)
 
-    want = jax.jit(both_modes, static_argnums=1)(q, "reference")  # of one device's program, in this process of eight
+    want = jax.jit(forward_and_reverse, static_argnums=1)(
+        q, "reference"
+    )  # of one device's program, in this process of eight
     with jax.set_mesh(mesh):
-        found = jax.jit(both_modes, static_argnums=1)(on(mesh, q, BOTH), "xla")
+        found = jax.jit(forward_and_reverse, static_argnums=1)(on(mesh, q, BOTH), "xla")
     for ours, theirs in zip(jax.tree.leaves((found, found[1])), jax.tree.leaves((want, want[0][0])), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)  # the Hessian is symmetric
 
@@ -356,10 +358,10 @@ def check_mixed(_):
 def check_indivisible(mesh, change=lambda f: f):
     """Axes that do not divide are left out: three batch entries, two heads."""
 
-    def part(f):
+    def padded_slice(f):
         return lambda *args: jnp.pad(change(f)(*(x[:3, :, :2] for x in args)), [(0, 1), (0, 0), (0, 2), (0, 0)])
 
-    check_transformed(mesh, part, told=ANYTHING)
+    check_transformed(mesh, padded_slice, told=ANYTHING)
 
 
 # To save time, cases that both kinds of axes treat equally run on one kind.

@@ -62,17 +62,17 @@ def msa(scorer, q, k, t, head, blocks):
     return {b: (keys @ q[t, head]).max() for b, keys in past.items()}
 
 
-class Candidates(list):
+class DocumentBlocks(list):
     """Blocks from the query's document's first on, the document's first token, and the documents of all."""
 
     first, ids = 0, None
 
 
-def chosen(scorer, q, k, t, head, ids=None):
+def selected_blocks(scorer, q, k, t, head, ids=None):
     """The set of blocks that query t chooses by the formulas."""
     first = 0 if ids is None else int(np.argmax(ids == ids[t]))
     own, lowest = t // scorer.block, first // scorer.block
-    blocks = Candidates(range(lowest, own + 1))
+    blocks = DocumentBlocks(range(lowest, own + 1))
     blocks.first, blocks.ids = first, ids
     forced = {b for b in blocks if b < lowest + scorer.first or b > own - scorer.local}
     formula = {MoBA: moba, InfLLM: infllm, MSA: msa}[type(scorer)]
@@ -137,7 +137,10 @@ def test_selections_equal_the_formulas(name, packed):
             continue
         for head in range(found.shape[2]):
             row = found[0, t, head]
-            assert {*row[row >= 0]} == chosen(scorer, q, k, t, head, None if ids is None else ids[0]), (t, head)
+            assert {*row[row >= 0]} == selected_blocks(scorer, q, k, t, head, None if ids is None else ids[0]), (
+                t,
+                head,
+            )
             assert len({*row[row >= 0]}) == (row >= 0).sum(), "each once"
 
 
@@ -414,7 +417,7 @@ def test_gpt2_takes_infllm_with_its_weights(tmp_path):
     def pairs(q, k):
         blocks = np.zeros((*q.shape[:3], -(-T // scorer.block)), bool)
         for b, head, t in np.ndindex(*q.shape[:3]):
-            blocks[b, head, t, [*chosen(scorer, q[b].swapaxes(0, 1), k[b].swapaxes(0, 1), t, head)]] = True
+            blocks[b, head, t, [*selected_blocks(scorer, q[b].swapaxes(0, 1), k[b].swapaxes(0, 1), t, head)]] = True
         return blocks.repeat(scorer.block, axis=3)[..., :T] & np.tri(T, dtype=bool)
 
     few, dense = TOKENS[:, :80], np.tri(T, dtype=bool)
@@ -500,7 +503,7 @@ def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_form
         i, j = (np.asarray(turned(np.einsum("btf,fnh->btnh", x, kernel))) for kernel in kernels)
         allowed = np.zeros((2, T, kv_heads, T), bool)
         for b, t, head in np.ndindex(2, T, kv_heads):
-            blocks = range(T) if scorer.dense_below else chosen(scorer, i[b], j[b], t, head, segments[b])
+            blocks = range(T) if scorer.dense_below else selected_blocks(scorer, i[b], j[b], t, head, segments[b])
             allowed[b, t, head, : t + 1] = np.isin(np.arange(t + 1) // scorer.block, [*blocks])
         allowed &= (segments[:, :, None] == segments[:, None])[:, :, None]
         formula = compiled(jax.value_and_grad(lambda *p: exact_msa(*p, x, allowed), has_aux=True))

@@ -48,13 +48,13 @@ def fake(monkeypatch):
             calls.append(call.params)
             return forward(call.params, reference.forward(call, operands))
 
-        def run_back(call, *args):
+        def run_backward(call, *args):
             return Gradients(*backward(call.params, reference.backward(call, *args)))
 
         # A name for each, since compiled calls are kept by name.
         name = f"fake{len(register.names)}"
         register.names.append(name)
-        module = types.SimpleNamespace(unsupported=lambda call, operands: None, forward=run, backward=run_back)
+        module = types.SimpleNamespace(unsupported=lambda call, operands: None, forward=run, backward=run_backward)
         monkeypatch.setitem(implementations.IMPLEMENTATIONS, name, module)
         monkeypatch.setitem(platforms.TUNING, name, platforms.TUNING["xla"])
         return name, calls
@@ -69,7 +69,7 @@ NAMES = []  # of all tests
 # --- choice ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_time_is_chosen_forward_first(fake, times):
+def test_the_least_time_is_picked_forward_first(fake, times):
     name, _ = fake()
     # Each stage: forwards and backwards in turns, the parameters to beat first.
     times += [[4.0, 9.0, 5.0, 7.0, 3.0, 8.0], [5.5, 7.5, 5.6, 6.0]]
@@ -197,7 +197,7 @@ WRONG_BACK = {
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("case", [*WRONG, *WRONG_BACK])
-def test_a_wrong_result_is_never_chosen(fake, times, case, dtype):
+def test_a_wrong_result_is_never_picked(fake, times, case, dtype):
     if case in WRONG:
         name, _ = fake(forward=WRONG[case])
         times += [[4.0, 9.0]]

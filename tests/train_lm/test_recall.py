@@ -23,13 +23,13 @@ from .conftest import TINY, flags, losses, rows
 RECALL = {**TINY, "data": "recall", "pairs": 4}
 
 
-def made(seq_len, pairs, queries, count=50):
+def recall_sequences(seq_len, pairs, queries, count=50):
     return sequences([[7, i] for i in range(count)], seq_len, pairs, queries)
 
 
 @pytest.mark.parametrize(("seq_len", "pairs", "queries"), [(8, 1, 1), (256, 8, 8), (256, 32, 5), (4096, 64, 64)])
 def test_what_a_query_needs_is_in_its_pair_alone(seq_len, pairs, queries):
-    tokens, segments, answers, _ = made(seq_len, pairs, queries)
+    tokens, segments, answers, _ = recall_sequences(seq_len, pairs, queries)
     assert tokens.shape == (50, seq_len + 1) and tokens.dtype == np.int32 and segments is None
     assert answers is not None and answers.shape == (50, seq_len) and (answers.sum(1) == queries).all()
     distances = []
@@ -67,7 +67,7 @@ def test_steps_are_a_function_of_seed_and_step():
     assert one.digest != other.digest and one.digest == source(0, 64, 4, 4, 2).digest
 
 
-def test_parts_are_sequences_of_their_own():
+def test_each_part_of_a_row_is_a_sequence():
     """Sequences are cut into 1, 4 and 16 parts in turn; those held out never are."""
     data = source(0, 256, 6, 8, 6, num_documents=16)
     tokens, segments, answers, _ = data.batch(0)
@@ -110,7 +110,7 @@ class Oracle(nnx.Module):
 
 
 def test_accuracy_is_that_of_the_answers():
-    batch = made(256, 8, 6)
+    batch = recall_sequences(256, 8, 6)
     assert scores(Oracle(256), batch)["accuracy"] == 1 and scores(Oracle(256), batch)["loss"] < 1e-6
     # All distances are beyond half the sequence; the deviation of chance is 0.007.
     assert scores(Oracle(128), batch)["accuracy"] == pytest.approx(1 / len(VALUES), abs=0.03)

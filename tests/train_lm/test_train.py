@@ -53,7 +53,7 @@ def test_a_run_writes_what_it_says(finished, corpus, capsys):
     assert table[2].split()[0] == TINY["pattern"] and table[2].split()[-4:] == expected
 
 
-def at_row(monkeypatch, number, action):
+def after_row(monkeypatch, number, action):
     """Calls ``action`` when the row of step ``number`` has been written."""
     write = Log.write
 
@@ -71,7 +71,7 @@ def at_row(monkeypatch, number, action):
 def test_interrupted_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, monkeypatch, capsys, step, saved):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        at_row(patch, step, lambda: signal.raise_signal(signal.SIGINT))
+        after_row(patch, step, lambda: signal.raise_signal(signal.SIGINT))
         assert train.main(flags(**TINY, data=corpus, out=out)) == 130
     assert f"saved in {out}; go on with: make train ARGS='--resume --out {out}'" in capsys.readouterr().err
     assert checkpoint.latest(out / "checkpoints")[0] == len(rows(out)) == saved
@@ -89,7 +89,7 @@ def test_crashed_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, mo
         raise Crash
 
     with monkeypatch.context() as patch:
-        at_row(patch, 3, crash)
+        after_row(patch, 3, crash)
         with pytest.raises(Crash):
             train.main(flags(**TINY, data=corpus, out=tmp_path / "run"))
     # Step 3 was done but not saved: it is done again.
@@ -127,7 +127,7 @@ def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         # Stopped in the second run, whose settings must come from the first: --resume repeats none.
         calls = []
-        at_row(patch, 4, lambda: calls.append(4) or (len(calls) == 2 and signal.raise_signal(signal.SIGINT)))
+        after_row(patch, 4, lambda: calls.append(4) or (len(calls) == 2 and signal.raise_signal(signal.SIGINT)))
         assert train.main([*flags(**options, data=corpus, out=out), "--compare", patterns]) == 130
     assert not (out / "compare.png").exists()
     assert train.main(["--out", str(out), "--resume", "--compare", patterns]) == 0
@@ -374,7 +374,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(
             draw = report.draw_run
             patch.setattr(report, "draw_run", lambda *args: fill() or draw(*args))
         else:
-            at_row(patch, 3, fill)
+            after_row(patch, 3, fill)
         assert train.main(flags(**TINY, data=corpus, out=out)) == 2
         assert stopped(capsys) == f"train: {message}"
     with growing_to(100):
@@ -421,7 +421,7 @@ def test_tensorboard_gets_every_number(corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        at_row(patch, 1, lambda: signal.raise_signal(signal.SIGINT))
+        after_row(patch, 1, lambda: signal.raise_signal(signal.SIGINT))
         options = {**TINY, "sample_tokens": 0}
         assert train.main([*flags(**options, data=corpus, out=out), "--tensorboard"]) == 130
     assert train.main(["--out", str(out), "--resume"]) == 0

@@ -35,7 +35,7 @@ def test_chunks_equal_the_whole_prompt(name):
     lengths, size = jnp.array([0, 37, T]), CHUNKS[name]
     options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
 
-    def chosen(start, end):  # of blocks that have begun, which are all that these queries may see
+    def selection_of(start, end):  # of blocks that have begun, which are all that these queries may see
         own = ids[:, start:end]
         return sl.Selection(np.where(own * block < end, own, -1), block=block) if choosing else None
 
@@ -47,9 +47,9 @@ def test_chunks_equal_the_whole_prompt(name):
             end = min(T, start + size)
             own = [x[:, start:end] for x in (q, k, v)]
             before, cache = cache, cache.filled(*own[1:], jnp.minimum(lengths, end), start=start)
-            given = options | {"selection": chosen(start, end), "implementation": "reference"}
+            given = options | {"selection": selection_of(start, end), "implementation": "reference"}
             outs.append(attend_chunk(before, cache, *own, start, **given))
-        want = reference(q, k, v, mask, selection=chosen(0, T), **options)
+        want = reference(q, k, v, mask, selection=selection_of(0, T), **options)
         return jnp.concatenate(outs, axis=1), want, cache, fresh.filled(k, v, lengths)
 
     out, want, cache, whole = run(*arrays(heads=(N, kv_heads, kv_heads)))

@@ -216,19 +216,19 @@ def test_filled_is_what_steps_make(name):
     lengths = jnp.array([1, 33, T])
 
     @jax.jit
-    def both(k, v):
+    def filled_and_written(k, v):
         def step(cache, position):
             at = jnp.full(B, position)
             new, live = cache.written(k[:, position], v[:, position], at), position < lengths
 
-            def chosen(new, old):
+            def keep_live(new, old):
                 return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-            return jax.tree.map(chosen, new, cache), None
+            return jax.tree.map(keep_live, new, cache), None
 
         return empty(mask).filled(k, v, lengths), jax.lax.scan(step, empty(mask), jnp.arange(T))[0]
 
-    filled, cache = both(k, v)
+    filled, cache = filled_and_written(k, v)
     for ours, theirs in zip(filled.keys + filled.values, cache.keys + cache.values, strict=True):
         held = np.asarray(theirs) != 0
         assert held.any()

@@ -135,13 +135,13 @@ def test_mapped_and_differentiated_they_are_xlas():
     cache, (q, k, v) = filled(STEPS["window"])
     token, at = (q[:, 5], k[:, 5], v[:, 5]), jnp.asarray(START)
 
-    def both(token):
+    def step_and_attend(token):
         out, after = cache.step(*token, at, **OPTIONS)
         return (out * jnp.arange(HV)).sum(), after.attend(token[0], at, **OPTIONS)
 
     def answers():
         several = jax.tree.map(lambda x: jnp.stack([x, -x]), token)
-        return jax.jit(lambda: (jax.grad(both, has_aux=True)(token), jax.vmap(both)(several)))()
+        return jax.jit(lambda: (jax.grad(step_and_attend, has_aux=True)(token), jax.vmap(step_and_attend)(several)))()
 
     found = answers()
     with pytest.MonkeyPatch.context() as patch:

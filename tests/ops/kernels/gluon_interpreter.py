@@ -2,7 +2,7 @@
 
 A kernel of Gluon is plain Python over some thirty names. It runs here as a copy whose globals have stand-ins for them:
 nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing, but for a linear one of shared memory,
-see `Placed` of `gluon_memory.py`. All that the hardware does by itself is done as late as a kernel allows, so that
+see `LinearTile` of `gluon_memory.py`. All that the hardware does by itself is done as late as a kernel allows, so that
 nothing is there by luck:
 
 * a load of TMA, or of threads by `copy_async`, arrives when someone waits for its barrier, and its buffer
@@ -93,7 +93,7 @@ def run(kernel, grid, arguments, constants, seed=0, replacements=None):
         for program in itertools.product(*map(range, MACHINE.grid)):
             MACHINE.begin(program)
             function(*parameters, **constants)
-            MACHINE.current.leave()
+            MACHINE.current.end()
             if any(barrier.loads for barrier in MACHINE.barriers.values()):
                 raise bug("ends before all that it loads has arrived")
 

@@ -201,7 +201,7 @@ class Shared:
         if not self.array.flags.c_contiguous:
             raise bug(f"another view of a part of shared memory of {self.shape} that is not contiguous")
         found = self.array.reshape(-1).view(NUMPY_TYPES[dtype])[: math.prod(shape)].reshape(shape)
-        return Placed(found, layout) if isinstance(layout, gl.SharedLinearLayout) else Shared(found)
+        return LinearTile(found, layout) if isinstance(layout, gl.SharedLinearLayout) else Shared(found)
 
     _reinterpret = reinterpret
 
@@ -221,7 +221,7 @@ class Shared:
                 raise bug(f"{reader} reads shared memory that {each.name} stored to, without fence_async_shared")
 
 
-class Placed(Shared):
+class LinearTile(Shared):
     """A tile in a layout of its own, of a buffer in TMA's layout: here it is only stored to."""
 
     def __init__(self, array, layout):

@@ -35,7 +35,7 @@ class Partition:
         self.ready, self.lacks = ready, lacks
         MACHINE.hand_on()
 
-    def leave(self):
+    def end(self):
         if self.copies:
             raise bug("ends without a word to anybody about what it copies: mbarrier_arrive is missing")
         if self.stores:
@@ -102,7 +102,7 @@ class Machine:
             if not self.failure:
                 with np.errstate(all="ignore"):
                     partition.result = function(*arguments)
-                partition.leave()
+                partition.end()
                 self.hand_on()
         except Stopped:
             pass

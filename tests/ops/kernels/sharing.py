@@ -40,12 +40,12 @@ def wrong(implementation: str, pattern: str, size: int, shape: tuple[int, int, i
         return out, lse, *transposed((dout, jnp.zeros_like(lse)))
 
     @jax.jit
-    def alike(found, first):
+    def is_close(found, first):
         return jnp.array([jnp.abs(x - y).max() <= 0.01 * jnp.abs(y).max() for x, y in zip(found, first, strict=True)])
 
     first = [call(*each) for each in operands]
     which = np.random.default_rng(0).integers(len(operands), size=calls)
-    found = [alike(call(*operands[i]), first[i]) for i in which]
+    found = [is_close(call(*operands[i]), first[i]) for i in which]
     return sum(not each.all() for each in found)
 
 

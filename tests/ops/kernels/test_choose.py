@@ -16,7 +16,7 @@ from sparse_layers.scorers import base
 BLOCK = 16
 
 
-class Given(sl.Scorer):
+class QueriesAsScores(sl.Scorer):
     """Queries that are their own scores."""
 
     def scores(self, query, pooled, seen, scale):
@@ -48,7 +48,7 @@ def same(found, right):
     [(1, 0, 1, 5), (3, 1, 2, 40), (16, 0, 1, 130), (64, 2, 30, 150), (40, 1, 1, 20), (4, 2, 2, 70)],
 )
 def test_by_scores(count, first, local, blocks):
-    scorer = Given(BLOCK, count, first=first, local=local)
+    scorer = QueriesAsScores(BLOCK, count, first=first, local=local)
     draw = np.random.default_rng(count)
     rows, length = 37, blocks * BLOCK - 3
     at = np.sort(draw.integers(0, length, (2, rows)))
@@ -67,7 +67,7 @@ def test_by_scores(count, first, local, blocks):
 
 @pytest.mark.parametrize("blocks", [300, 1000, 2048])
 def test_long_rows(blocks):
-    scorer, rows = Given(BLOCK, 32), 5
+    scorer, rows = QueriesAsScores(BLOCK, 32), 5
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, rows, 1, blocks)), jnp.float32)
     at = jnp.arange(rows)[None] + blocks * BLOCK - rows
     given, length = (scores, jnp.zeros((1, blocks, 1, blocks)), at, at * 0), blocks * BLOCK
@@ -118,7 +118,7 @@ def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
     assert ran and [x.fn.__name__ for x in ran] == kernels * (len(ran) // len(kernels))
 
 
-def test_who_has_kernels(monkeypatch):
+def test_platforms_that_have_kernels(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(base, "platform", lambda: "cpu")
     assert not base._has_kernels(1, 4)

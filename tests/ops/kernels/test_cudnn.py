@@ -63,14 +63,16 @@ MASKS = [
 def test_masks_that_it_knows_are_computed_as_they_are(mask, on_a_gpu):
     q, k, v = arrays()
 
-    def both(implementation):
+    def gradients_and_out(implementation):
         def loss(q, k, v):
             out = sl.block_sparse_attention(q, k, v, mask, implementation=implementation, scale=0.3)
             return (out.astype(jnp.float32) ** 2).sum(), out
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-    for ours, right in zip(jax.tree.leaves(both("cudnn")), jax.tree.leaves(both("reference")), strict=True):
+    for ours, right in zip(
+        jax.tree.leaves(gradients_and_out("cudnn")), jax.tree.leaves(gradients_and_out("reference")), strict=True
+    ):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, right)), rtol=0.02, atol=0.06)
 
 

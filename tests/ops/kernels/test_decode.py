@@ -130,7 +130,7 @@ def test_huge_logits_and_sinks(heads, monkeypatch):
     np.testing.assert_array_equal(out[0, 1], 0)
 
 
-def test_what_is_not_there_yet_is_not_looked_at():
+def test_rows_of_later_tokens_are_not_read():
     """Rows in the order of positions, of which the last are those of tokens to come: here they would be seen."""
     keys = jnp.asarray(np.arange(4 * 2 * 64, dtype=np.float32).reshape(1, 1, 512, 1) % 7)
     rows = jnp.arange(512, dtype=jnp.int32)[None, None]

@@ -121,7 +121,7 @@ def test_views_of_arrays_and_of_shared_memory():
 
 
 @gluon.jit
-def parts(x, y, LAYOUT: gl.constexpr, LOADS: gl.constexpr = False):
+def store_with_layout(x, y, LAYOUT: gl.constexpr, LOADS: gl.constexpr = False):
     """x, whose rows lie in lines of TMA, and its second half once more, transposed."""
     buffer = gl.allocate_shared_memory(gl.float32, [8, 32], gl.NVMMASharedLayout(128, 32, 2))
     at = gl.arange(0, 8)[:, None] * 32 + gl.arange(0, 32)[None, :]
@@ -134,16 +134,16 @@ def parts(x, y, LAYOUT: gl.constexpr, LOADS: gl.constexpr = False):
     gl.store(y + at, buffer.load(gl.AutoLayout()))
 
 
-def test_stores_to_parts_and_in_other_layouts():
+def test_stores_to_slices_and_in_linear_layouts():
     x, y = numbers(0, 8, 32), np.zeros((8, 32), np.float32)
     # 16 bytes of row r at place i ^ r of the line are four columns; odd rows have the halves of a line swapped.
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 20], [2, 8], [4, 16]]
     layout = gl.SharedLinearLayout(bases, [], 1024)
-    run(parts, (1,), x, y, LAYOUT=layout)
+    run(store_with_layout, (1,), x, y, LAYOUT=layout)
     found = np.where(np.arange(8)[:, None] % 2 == 0, x, np.roll(x, 16, axis=1))
     np.testing.assert_array_equal(y, np.concatenate([found[:, :16], x[:, 16:]], axis=1))
     with pytest.raises(KernelBug, match="in a layout of its own can only be stored to"):
-        run(parts, (1,), x, y, LAYOUT=layout, LOADS=True)
+        run(store_with_layout, (1,), x, y, LAYOUT=layout, LOADS=True)
 
 
 # --- copies by threads ------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def gather_rows(x, rows, y, BUG: gl.constexpr):
     gl.store(y + gl.arange(0, 4)[:, None] * 8 + column[None, :], values)
 
 
-def gathered(bug="", rows=(5, 0, 0, 2)):
+def rows_by_threads(bug="", rows=(5, 0, 0, 2)):
     x, y = numbers(0, 6, 8), np.zeros((4, 8), np.float32)
     run(gather_rows, (1,), x, np.array(rows, np.int32), y, BUG=bug)
     return y, x[list(rows)]
@@ -182,12 +182,12 @@ def gathered(bug="", rows=(5, 0, 0, 2)):
 
 @pytest.mark.parametrize("bug", ["", "counted"])
 def test_threads_copy_what_pointers_say(bug):
-    got, wanted = gathered(bug)
+    got, wanted = rows_by_threads(bug)
     np.testing.assert_array_equal(got, wanted)
 
 
 def test_what_threads_copy_is_poison_until_it_is_waited_for():
-    got, _ = gathered("late")
+    got, _ = rows_by_threads("late")
     assert np.isnan(got).all()
 
 
@@ -203,7 +203,7 @@ def test_what_threads_copy_is_poison_until_it_is_waited_for():
 )
 def test_copies_by_threads_with_a_bug_are_refused(bug, rows, message):
     with pytest.raises(KernelBug, match=message):
-        gathered(bug, rows)
+        rows_by_threads(bug, rows)
 
 
 @gluon.jit

@@ -158,7 +158,7 @@ def test_an_overrun_phase_is_refused():
 
 
 @gluon.jit
-def together(NUMBER: gl.constexpr):
+def sync_by_assembly(NUMBER: gl.constexpr):
     gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [gl.to_tensor(NUMBER)], gl.int32, False, 1)
 
 
@@ -168,7 +168,7 @@ def swap_half(GROUP: gl.constexpr, x, y, buffer, TURNS: gl.constexpr, SIZE: gl.c
     for turn in range(TURNS):
         buffer.index(turn % 2).slice(GROUP * SIZE, SIZE).store(gl.load(x + turn * 2 * SIZE + GROUP * SIZE + at))
         if SYNC == "assembly":
-            together(8)
+            sync_by_assembly(8)
         if SYNC == "arguments":
             primitives.named_barrier_sync(8, 256)
         other = buffer.index(turn % 2).slice((1 - GROUP) * SIZE, SIZE).load()
@@ -184,7 +184,7 @@ def swap(x, y, TURNS: gl.constexpr, SIZE: gl.constexpr, SYNC: gl.constexpr):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("number_of_threads", ["assembly", "arguments"])
-def test_a_named_barrier_keeps_groups_together(seed, number_of_threads):
+def test_a_named_barrier_synchronises_groups(seed, number_of_threads):
     x, y = numbers(0, 6, 2, 4), np.empty((6, 2, 4), np.float32)
     run(swap, (1,), x, y, seed=seed, TURNS=6, SIZE=4, SYNC=number_of_threads)
     np.testing.assert_array_equal(y, x[:, ::-1])

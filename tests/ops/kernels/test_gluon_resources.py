@@ -61,14 +61,14 @@ def _products(x, out, n, HOW: gl.constexpr):
 
 
 @functools.cache
-def _found(how, maxnreg=None):
+def _compiled_products(how, maxnreg=None):
     options = ("num_warps", 4), ("maxnreg", maxnreg)
     kernel = bridge.compiled(_products, ("*bf16", "*fp32", "i32"), (("HOW", how),), 90, options)
     return kernel, resources(kernel.ptx)
 
 
 def test_sound_kernel_has_no_hazards():
-    kernel, found = _found("together")
+    kernel, found = _compiled_products("together")
     assert (kernel.num_warps, found.products) == (4, 8)
     assert kernel.shared >= 2 * 64 * 64 + 8
     assert 64 <= found.registers <= 255
@@ -84,32 +84,32 @@ def test_sound_kernel_has_no_hazards():
 
 
 def test_overlap_tells_products_in_flight_at_once():
-    assert overlap(_found("together")[1].sass) == [("4 ss", "4 rs", "wait 1", "wait 0")]
-    assert overlap(_found("apart")[1].sass) == [("4 ss", "wait 0", "4 rs", "wait 0")]
+    assert overlap(_compiled_products("together")[1].sass) == [("4 ss", "4 rs", "wait 1", "wait 0")]
+    assert overlap(_compiled_products("apart")[1].sass) == [("4 ss", "wait 0", "4 rs", "wait 0")]
 
 
 def test_branch_before_the_wait_is_found():
-    found = hazards(_found("branch")[1].sass)
+    found = hazards(_compiled_products("branch")[1].sass)
     assert found
     assert all("ends a basic block before the wait" in one.reason and "BRA" in one.instruction for one in found)
 
 
 def test_serialised_products_are_found():
-    found = _found("early")[1]
+    found = _compiled_products("early")[1]
     assert len(found.warnings) == 1
     assert "serialized" in found.warnings[0]
     assert all("wait 1" not in loop for loop in overlap(found.sass))
 
 
 def test_spills_are_found():
-    found = _found("together", 64)[1]
+    found = _compiled_products("together", 64)[1]
     assert found.registers <= 64
     assert min(found.stack, found.spill_stores, found.spill_loads, found.local_stores, found.local_loads) > 0
 
 
 def test_overwritten_left_side_is_found_in_the_code_of_a_kernel():
     """ptxas is not known to do this to so small a kernel, so the code is changed: the left side is written at once."""
-    lines = _found("together")[1].sass.splitlines()
+    lines = _compiled_products("together")[1].sass.splitlines()
     products = [
         (i, match) for i, line in enumerate(lines) if (match := re.search(r"HGMMA\S* R\d+, (R\d+), gdesc", line))
     ]

@@ -162,7 +162,7 @@ GATHERED = [(f"{i}-" + "-".join(map(str, x)), *x) for i, x in enumerate(GATHERED
 
 @pytest.mark.skipif("hopper" not in DTYPES, reason="needs compute capability 9.0")
 @pytest.mark.parametrize(("name", "scope", "block", "group", "size", "dtype"), GATHERED, ids=[x[0] for x in GATHERED])
-def test_gathered_gradients(name, scope, block, group, size, dtype):
+def test_gradients_by_query_gather(name, scope, block, group, size, dtype):
     """Of single queries' choices; some blocks are everybody's, and their lists are cut."""
     number = int(name.split("-")[0])
     masks = sl.Causal(), sl.Full(), sl.Causal() & sl.Window(400), sl.Strided(7) | sl.Window(9)

@@ -209,7 +209,7 @@ def test_longer_lists_compile_nothing_anew(monkeypatch, launched):
     assert len(found) == 6 and found[:3] == found[3:]
 
 
-def test_passes_that_plain_triton_does_together(launched):
+def test_passes_that_plain_triton_fuses(launched):
     """Each key is in one list of the first pass, the second one has few keys: neither is for the backward kernel."""
     case = Case("few-keys", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 256, batch=1, split=True)
     cases.check(case, case.call("hopper"))
@@ -537,7 +537,7 @@ def orders():
             yield RowOrder.tiled(math.prod(shape) - 1, grid, tile, phase), rows, False
 
 
-def place(row, axis):
+def view_coordinate(row, axis):
     """As `tiles.view_coordinate` has it."""
     return sum((row // n % size if size else row // n) * step for n, size, step in axis[1]) - axis[0]
 
@@ -552,7 +552,7 @@ def test_a_tile_of_rows_is_a_box(order, rows, fits):
     assert math.prod(box) == rows and math.prod(lengths) <= order.length
     side, strides = rows_view(order, rows), [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
     for first in range(0, side.ROWS, rows):
-        corner = [place(first, axis) for axis in side.AXES] or [first]
+        corner = [view_coordinate(first, axis) for axis in side.AXES] or [first]
         inside, tokens = np.ones(box, bool), np.zeros(box, int)
         for i, (begin, n, size, stride) in enumerate(zip(corner, lengths, box, strides, strict=True)):
             coordinate = (begin + np.arange(size)).reshape([-1 if j == i else 1 for j in range(len(box))])

@@ -131,7 +131,7 @@ def exported(case, devices):
         found.setdefault(kernel.fn.__name__, {})[made.ptx] = made
         return made
 
-    def nothing(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
+    def zero_outputs(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
         assert kernel.fn.__name__ in (
             "compact_kernel",
             *(("kv_outer_kernel", "triton_forward_kernel") if case.chosen else ()),
@@ -159,7 +159,7 @@ def exported(case, devices):
         patch.setattr(bridge, "compiled", compiled)
         patch.setattr(bridge, "gluon_unsupported", lambda: None)
         patch.setattr(knobs.runtime, "add_stages_inspection_hook", without_ptxas)
-        patch.setattr(bridge, "call_triton", nothing)
+        patch.setattr(bridge, "call_triton", zero_outputs)
         patch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
         patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(block_shapes=((128, 128),)))
         program = jax.jit(jax.grad(loss, (0, 1, 2)))
@@ -200,7 +200,7 @@ def code(call):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_jax_is_given(devices):
+def test_kernel_calls_of_the_exported_program(devices):
     program, asked, kernels = exported(next(case for case in CASES if case.name == "chain-sinks"), devices)
     text = jax.export.deserialize(program.serialize()).mlir_module()
     calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]

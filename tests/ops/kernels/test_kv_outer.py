@@ -53,26 +53,26 @@ def loss(q, k, v, ids, implementation):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_who_hardly_agrees(direction):
-    def pays(ids, **options):
+def test_selections_disagree(direction):
+    def disagree(ids, **options):
         return kv_outer.selections_disagree(*call_of(ids, **options), direction)
 
-    assert pays(SCATTERED)
-    assert not pays(AGREEING)
+    assert disagree(SCATTERED)
+    assert not disagree(AGREEING)
     for few, right in ((3, False), (8, True)):  # of 32 neighbours choose for themselves, and the others alike
         some = np.where(np.arange(T)[:, None, None] % 32 < few, SCATTERED, AGREEING)[:, :, :1]
-        assert pays(some, heads=(1, 1)) == (right or direction == "forward")  # a tile of 32 rows is half empty
-        assert pays(some, heads=(2, 1)) == right
+        assert disagree(some, heads=(1, 1)) == (right or direction == "forward")  # a tile of 32 rows is half empty
+        assert disagree(some, heads=(2, 1)) == right
     # What is no block is nobody's, and what comes twice counts once.
     ids = SCATTERED.copy()
     ids[..., 1:] = np.array([-1, S // BLOCK, 2**31 - 1])
-    assert pays(ids) == pays(ids[..., :1]) == pays(ids[..., [0, 0, 0, 1]])
-    assert not pays(np.full_like(ids, -1))
+    assert disagree(ids) == disagree(ids[..., :1]) == disagree(ids[..., [0, 0, 0, 1]])
+    assert not disagree(np.full_like(ids, -1))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("agree", [True, False])
-def test_who_agrees_is_asked_all_over_a_sequence(direction, agree):
+def test_agreement_is_sampled_all_over_a_sequence(direction, agree):
     """As many sequences as tiles that are looked at: each sixth tile, for one, is the first of its sequence."""
     first, others = (AGREEING, SCATTERED) if agree else (SCATTERED, AGREEING)
     ids = np.where(np.arange(T)[:, None, None] < 32, first, others)
@@ -85,7 +85,7 @@ def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
     assert kv_outer.selections_disagree(*call_of(SCATTERED), "forward")
 
 
-def test_whom_it_serves(monkeypatch):
+def test_unsupported_calls(monkeypatch):
     assert unsupported(*call_of(SCATTERED)) is None
     assert unsupported(*call_of(SCATTERED, heads=(2, 2), size=256)) is None
     assert unsupported(*call_of(SCATTERED[:, :13], granularity=16))
@@ -106,7 +106,7 @@ def test_whom_it_serves(monkeypatch):
     assert unsupported(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
 
 
-def test_the_way_is_chosen_at_run_time(monkeypatch):
+def test_the_kernel_is_picked_at_run_time(monkeypatch):
     """By the same program, for ids of either kind; a device without room for its tiles goes the other way."""
     ran = []
 

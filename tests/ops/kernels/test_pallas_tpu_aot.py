@@ -92,7 +92,7 @@ def kernels(
     )
 
 
-def both(passes):
+def forward_and_backward(passes):
     return {"sparse_fwd": passes, "sparse_bwd": passes}
 
 
@@ -126,7 +126,7 @@ def test_compiles(generation, size, name):
     mask, passes, options = PATTERNS[name]
     params = sl.FwdParams(q_blocksize=BLOCKS[size][0], kv_blocksize=BLOCKS[size][1])
     plan = [x for x in candidates(mask, 512, fwd_params=params) if len(x.chains[0]) == passes][-1]
-    assert kernels(generation, plan, sizes=(size, size), **options) == both(passes)
+    assert kernels(generation, plan, sizes=(size, size), **options) == forward_and_backward(passes)
 
 
 # --- one generation each ---------------------------------------------------------------------------------------------
@@ -160,23 +160,23 @@ TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
         pytest.param("v5p", sl.Array(TABLE), 1, {"chosen": (16, 48, 1, 4), "segments": True}, id="choices, tiles"),
     ],
 )
-def test_compiles_also(generation, mask, passes, options):
-    assert kernels(generation, mask, fwd_params=SMALL, **options) == both(passes)
+def test_compiles_options(generation, mask, passes, options):
+    assert kernels(generation, mask, fwd_params=SMALL, **options) == forward_and_backward(passes)
 
 
 @pytest.mark.parametrize("name", ["strided", "bigbird"])
 def test_compiles_rules_too_long_for_tiles(name, monkeypatch):
     monkeypatch.setattr(costs, "MAX_TILED", 0)
-    assert kernels("v5e", sl.preset(name), fwd_params=SMALL) == both(1)
+    assert kernels("v5e", sl.preset(name), fwd_params=SMALL) == forward_and_backward(1)
 
 
 def test_64_bits_enabled():
     with jax.enable_x64(True):
-        assert kernels("v5e", sl.Causal(), fwd_params=SMALL, segments=True) == both(1)
+        assert kernels("v5e", sl.Causal(), fwd_params=SMALL, segments=True) == forward_and_backward(1)
 
 
 def test_default_blocks_at_a_ragged_length():
-    assert kernels("v6e", sl.Causal(), 1000) == both(1)
+    assert kernels("v6e", sl.Causal(), 1000) == forward_and_backward(1)
 
 
 @pytest.mark.parametrize(

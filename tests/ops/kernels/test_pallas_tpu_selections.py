@@ -40,7 +40,7 @@ def test_blocks_of_query_groups(case):
     ],
     ids=str,
 )
-def test_lists_that_do_not_fit_together_take_turns(case, fits, monkeypatch):
+def test_lists_beyond_scalar_memory_are_split(case, fits, monkeypatch):
     sizes, of = [], Steps.of
 
     def recorded(*args):

@@ -60,7 +60,7 @@ def launched(monkeypatch, request):
     return found
 
 
-def gathered_by(launched):
+def tile_sizes(launched):
     """Queries in a turn, pieces of a batch entry, and keys of a tile; no other kernel had a part in the gradients."""
     assert not {"hopper_backward_kernel", "dq_kernel", "dkv_kernel"} & {name for name, _ in launched}
     (found,) = {
@@ -140,14 +140,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(launched, case):
     check(case, case.call("hopper"))
-    _, _, keys = gathered_by(launched)
+    _, _, keys = tile_sizes(launched)
     assert keys == min(case.block, 128)
 
 
 def test_huge_logits(launched):
     case = Case("huge", sl.Causal(), 200, scale=3e7, heads=(2, 1))
     huge_logits.check(case, case.call("hopper"))
-    assert gathered_by(launched)
+    assert tile_sizes(launched)
 
 
 @pytest.mark.skipif(ON_GPU, reason="there, partitions take no turns")
@@ -159,7 +159,7 @@ def test_every_order_of_partitions(launched, monkeypatch, block):
     for seed in range(6):
         monkeypatch.setattr(gluon_interpreter, "run", lambda a, b, c, d, _, seed=seed: run(a, b, c, d, seed))
         check(case, call())
-    assert gathered_by(launched)[2] == block
+    assert tile_sizes(launched)[2] == block
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -167,7 +167,7 @@ def test_poison_that_nobody_asked_for(launched, block):
     """Of blocks that nobody chose, and in what comes back for queries without one."""
     case = Case("clean", sl.Causal(), 200, block=block, heads=(2, 1))
     check(case, dataclasses.replace(case, poisoned=True).call("hopper"))
-    assert gathered_by(launched)[2] == block
+    assert tile_sizes(launched)[2] == block
 
 
 @pytest.mark.parametrize(("limit", "k"), [(2, 3), (3, 4)])  # JAX keeps programs, by their shapes
@@ -177,7 +177,7 @@ def test_long_lists_are_cut(launched, monkeypatch, block, heads, limit, k):
     monkeypatch.setattr(query_gather, "MAX_STEPS", limit)
     case = Case("cut", sl.Causal(), 530, block=block, heads=heads, k=k)
     check(case, case.call("hopper"))
-    _, pieces, _ = gathered_by(launched)
+    _, pieces, _ = tile_sizes(launched)
     assert pieces > 2 * heads[0] * -(-530 // block)
 
 
@@ -188,7 +188,7 @@ def test_queries_are_taken_in_turns(launched, monkeypatch, length, each):
     monkeypatch.setattr(query_gather, "LIST_BYTES", 500)
     case = Case("turns", sl.Causal() & sl.Window(150), length, sinks=True)
     check(case, case.call("hopper"))
-    queries, _, _ = gathered_by(launched)
+    queries, _, _ = tile_sizes(launched)
     assert queries == each
 
 
@@ -229,7 +229,7 @@ def test_transformations(launched, how, length):
         ours, right = np.asarray(ours, np.float64), np.asarray(right, np.float64)
         # Of two calls in half precision, one after the other.
         assert np.linalg.norm(ours - right) <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.linalg.norm(right)
-    assert gathered_by(launched)[2] == 64
+    assert tile_sizes(launched)[2] == 64
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -243,7 +243,7 @@ def test_shard_map(launched, shared):
     q, k, v, ids = arguments(2, 150 + shared)
     found = jax.eval_shape(function, q, *((x[:1] for x in (k, v)) if shared else (k, v)), ids)
     assert [x.shape[0] for x in found] == ([2, 1, 1] if shared else [2, 2, 2])
-    assert gathered_by(launched)[2] == 64
+    assert tile_sizes(launched)[2] == 64
 
 
 # --- who is served, and what others do -------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
         ({"granularity": 16}, "need single queries that select"),
     ],
 )
-def test_whom_it_serves(launched, options, reason):
+def test_unsupported_calls(launched, options, reason):
     """Then Hopper is preferred, and what is said to be left to plain Triton is the forward pass at most."""
     call, operands = call_of(**options)
     found, not_preferred = query_gather_unsupported(call, operands), hopper.not_preferred(call, operands)

@@ -66,10 +66,10 @@ class Call:
             arrays = [shaped((2, t, heads, self.size), self.dtype) for heads in (n, k, k)]
             jax.eval_shape(op, *arrays, shaped((2, t), "int32"), blocks, mask)
         ((name, forward, backward),) = found
-        return f"{name}: {told(forward)} | {told(backward)}" if forward or backward else name
+        return f"{name}: {launch_names(forward)} | {launch_names(backward)}" if forward or backward else name
 
 
-def told(launches) -> str:
+def launch_names(launches) -> str:
     """Launches without the ending of kernels' names; those if neighbours agree come last."""
     text = " + ".join(str(launch).replace("_kernel", "") for launch in launches)
     return text.replace("if neighbouring queries disagree", "if not").replace(

@@ -88,7 +88,7 @@ def test_huge_logits():
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(sl.MSA):
+class NegatedMSA(sl.MSA):
     """A method of one's own, derived from one that a kernel computes."""
 
     def scores(self, query, pooled, seen, scale):
@@ -99,8 +99,8 @@ def test_what_goes_without_the_kernel(monkeypatch):
     query, pooled = (jax.ShapeDtypeStruct((1, 64, n, 64), "bfloat16") for n in (16, 1))
     scored = sl.InfLLM()._scored
     assert score.unsupported(scored, query, pooled, None) is None
-    assert Own().formula is None and Own()._scored.formula is None
-    assert "of windows" in str(score.unsupported(Own()._scored, query, pooled, None))
+    assert NegatedMSA().formula is None and NegatedMSA()._scored.formula is None
+    assert "of windows" in str(score.unsupported(NegatedMSA()._scored, query, pooled, None))
     assert "of windows" in str(score.unsupported(sl.MoBA()._scored, query, pooled, None))
     assert "float32" in str(score.unsupported(scored, query.update(dtype="float32"), pooled, None))
     assert "scale=0" in str(score.unsupported(scored, query, pooled, 0))

@@ -56,7 +56,7 @@ def _splits(number):
     return {"fwd_params": sl.FwdParams(num_key_splits=number), "bwd_params": sl.BwdParams(num_key_splits=number)}
 
 
-def _chosen(granularity, block, length=2048):
+def _selection(granularity, block, length=2048):
     """A selection of 8 blocks."""
     ids = jax.ShapeDtypeStruct((2, length // granularity, 1, 8), jnp.int32)
     return {"selection": jax.eval_shape(functools.partial(sl.Selection, block=block, granularity=granularity), ids)}
@@ -96,12 +96,14 @@ CASES = [
     Case("million", 90, WINDOW, (64, 64), length=1 << 20, options={"batch": 1, "heads": (32, 32)}),
     Case("splits", 86, sl.Causal(), (80, 256), "float16", ("forward",), options=_splits(4)),
     # Parts of a block of queries chose for themselves; several tiles of a block that chose together.
-    Case("chosen-parts", 90, sl.Causal(), (128, 128), length=2048, options=_chosen(1, 64) | {"heads": (16, 4)}),
-    Case("scattered-wide", 90, sl.Causal(), (128, 128), "bfloat16", BY_KEY, 1 << 15, WIDE | _chosen(1, 128, 1 << 15)),
-    Case("scattered", 80, sl.Causal(), (64, 64), "float16", BY_KEY, 2048, _chosen(1, 64) | CAP | {"segments": True}),
-    Case("scattered", 86, sl.Causal(), (128, 128), "float32", BY_KEY, 2048, _chosen(1, 32)),
-    Case("scattered", 100, sl.Causal(), (256, 256), "bfloat16", BY_KEY, 2048, _chosen(1, 48) | {"heads": (16, 4)}),
-    Case("chosen", 80, sl.Causal(), (64, 64), "float16", ("forward",), 2048, _chosen(128, 32)),
+    Case("chosen-parts", 90, sl.Causal(), (128, 128), length=2048, options=_selection(1, 64) | {"heads": (16, 4)}),
+    Case(
+        "scattered-wide", 90, sl.Causal(), (128, 128), "bfloat16", BY_KEY, 1 << 15, WIDE | _selection(1, 128, 1 << 15)
+    ),
+    Case("scattered", 80, sl.Causal(), (64, 64), "float16", BY_KEY, 2048, _selection(1, 64) | CAP | {"segments": True}),
+    Case("scattered", 86, sl.Causal(), (128, 128), "float32", BY_KEY, 2048, _selection(1, 32)),
+    Case("scattered", 100, sl.Causal(), (256, 256), "bfloat16", BY_KEY, 2048, _selection(1, 48) | {"heads": (16, 4)}),
+    Case("chosen", 80, sl.Causal(), (64, 64), "float16", ("forward",), 2048, _selection(128, 32)),
     Case("corner", 90, _chain(CORNER), (64, 64), only=("dq_with_dkv",)),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
 ]

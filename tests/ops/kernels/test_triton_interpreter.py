@@ -122,7 +122,7 @@ def step_outside(x, y, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def read_own(x, y, SIZE: tl.constexpr, SHIFT: tl.constexpr):
+def store_and_reload(x, y, SIZE: tl.constexpr, SHIFT: tl.constexpr):
     """Stores x, loads it back (or what lies beside it), and stores that again, doubled."""
     mine = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(y + mine, tl.load(x + mine))
@@ -312,7 +312,7 @@ def test_runs_are_equal():
 
 def test_a_program_may_read_and_rewrite_what_it_wrote():
     x = random((32,))
-    np.testing.assert_array_equal(launch(read_own, (2,), [x], [((32,), x.dtype)], SIZE=16, SHIFT=0)[0], 2 * x)
+    np.testing.assert_array_equal(launch(store_and_reload, (2,), [x], [((32,), x.dtype)], SIZE=16, SHIFT=0)[0], 2 * x)
 
 
 def test_what_nobody_writes_is_poisoned():
@@ -367,7 +367,7 @@ def test_other_mistakes_are_caught(kernel, message):
 def test_outputs_are_for_their_own_program_to_read(shift, message):
     with caught(message):
         arguments = [random((32,))], [((32,), "float32")]
-        jax.block_until_ready(launch(read_own, (2,), *arguments, SIZE=16, SHIFT=shift))
+        jax.block_until_ready(launch(store_and_reload, (2,), *arguments, SIZE=16, SHIFT=shift))
 
 
 def test_bfloat16_is_computed_with_in_float32_only():

@@ -85,15 +85,15 @@ class Semantic(TritonSemantic):
         return super().cast(input, dst_ty, *args)
 
     def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-        if self.alike(lhs, rhs):
+        if self.keeps_dtype(lhs, rhs):
             return self.broadcast_impl_value(lhs, rhs if isinstance(rhs, Tensor) else self.number(rhs, lhs))
-        if self.alike(rhs, lhs):
+        if self.keeps_dtype(rhs, lhs):
             return self.broadcast_impl_value(self.number(lhs, rhs), rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
 
     @staticmethod
-    def alike(tensor, other):
-        """Whether an operation on both is one in the dtype of the first, for it takes numbers to its own."""
+    def keeps_dtype(tensor, other):
+        """True if an operation on both is one in the dtype of the first, to which numbers are converted."""
         if not isinstance(tensor, Tensor) or tensor.dtype.name not in PLAIN:
             return False
         if isinstance(other, Tensor):

@@ -83,7 +83,7 @@ def test_coarse_cells_parts_and_small_chunks_change_nothing(mask, grid_shape, mo
 
 
 def test_a_mask_is_never_asked_beyond_the_grid(monkeypatch):
-    class Within(Mask):
+    class CausalInGrid(Mask):
         def __call__(self, q, k):
             assert q.min() >= 0 and q.max() < 100 and k.min() >= 0 and k.max() < 102
             return CAUSAL(q, k)
@@ -95,7 +95,7 @@ def test_a_mask_is_never_asked_beyond_the_grid(monkeypatch):
 
     monkeypatch.setattr(blocks, "_CELLS", 64)
     active_blocks.cache_clear()
-    check(Within(), (50, 34, 2, 3))
+    check(CausalInGrid(), (50, 34, 2, 3))
     active_blocks.cache_clear()
 
 

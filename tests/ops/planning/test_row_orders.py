@@ -51,7 +51,7 @@ def order_id(order):
 each_order = pytest.mark.parametrize("order", ORDERS, ids=order_id)
 
 
-def chosen(order):
+def ordered_tokens(order):
     """The tokens that an order holds, in its order, by definition."""
     found = []
     for token in range(order.offset, order.length):
@@ -72,28 +72,31 @@ def chosen(order):
 def test_orders_by_name():
     for length, stride in ((1, 2), (7, 3), (64, 8)):
         order = RowOrder.residue_major(length, stride)
-        assert chosen(order) == sorted(range(length), key=lambda x: (x % stride, x)) and order.covers_all_tokens
+        assert ordered_tokens(order) == sorted(range(length), key=lambda x: (x % stride, x)) and order.covers_all_tokens
     for length, period, start, stop in ((30, 8, 2, 5), (5, 8, 4, 8), (9, 9, 3, 7), (16, 8, 6, 8)):
         order = RowOrder.periodic(length, period, start, stop)
-        assert chosen(order) == [x for x in range(length) if start <= x % period < stop] and not order.covers_all_tokens
+        assert (
+            ordered_tokens(order) == [x for x in range(length) if start <= x % period < stop]
+            and not order.covers_all_tokens
+        )
 
 
 @each_order
 def test_complete_says_whether_all_tokens_have_rows(order):
-    assert order.covers_all_tokens == (set(chosen(order)) == set(range(order.length)))
+    assert order.covers_all_tokens == (set(ordered_tokens(order)) == set(range(order.length)))
 
 
 @each_order
 def test_rows_hold_the_tokens_in_order(order):
     tokens = order.token(np.arange(order.rows))
-    assert tokens[tokens < order.length].tolist() == chosen(order)
+    assert tokens[tokens < order.length].tolist() == ordered_tokens(order)
     assert order.natural == (order.axes == ()) == (order == RowOrder(order.length))
 
 
 @each_order
 def test_rows_of_tokens_are_the_inverse(order):
     rows = np.asarray(compiled(order.row)(np.arange(order.length)))
-    held = np.isin(np.arange(order.length), chosen(order))
+    held = np.isin(np.arange(order.length), ordered_tokens(order))
     np.testing.assert_array_equal(order.token(rows)[held], np.arange(order.length)[held])
     assert (rows[~held] >= order.rows).all() and (rows[held] < order.rows).all()
 
@@ -115,7 +118,7 @@ def test_tokens_are_the_same_by_numpy_jax_and_integers(order):
 def test_boxes_hold_the_tokens_of_rows(order):
     first, last = (x[::3] for x in np.triu_indices(order.rows + 3))
     box = order.box(first, last)
-    held = set(chosen(order))
+    held = set(ordered_tokens(order))
     for i, (a, b) in enumerate(zip(first, last, strict=True)):
         tokens = {x for x in order.token(np.arange(a, b + 1)).tolist() if x < order.length}
         exists = FULL if len(tokens) == b - a + 1 else PARTIAL if tokens else EMPTY
