@@ -371,8 +371,8 @@ def test_programs_run_in_every_mode(name, mode):
         return
     want = jax.tree.leaves(usual(name))
     with MODES[mode]():
-        found = jax.tree.map(np.asarray, CALLS[name]() if name in CALLS else compiled(name)())
-    for a, b in zip(jax.tree.leaves(found), want, strict=True):
+        actual = jax.tree.map(np.asarray, CALLS[name]() if name in CALLS else compiled(name)())
+    for a, b in zip(jax.tree.leaves(actual), want, strict=True):
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=1e-3, atol=1e-4, equal_nan=False)
 
 
@@ -415,5 +415,5 @@ def test_block_ids_of_any_integers_inside_jit(dtype):
     with jax.enable_x64(True):
         ids = np.asarray(choices[:, :2]).astype(dtype)
         beyond = min(np.iinfo(dtype).max, 2**32 + 1)  # cut off to 32 bits, it would be block 1
-        found = jax.jit(attend)(jnp.asarray(np.concatenate([ids, np.full((T, 1), beyond, dtype)], axis=1)))
-    np.testing.assert_allclose(found, want, atol=1e-6)
+        actual = jax.jit(attend)(jnp.asarray(np.concatenate([ids, np.full((T, 1), beyond, dtype)], axis=1)))
+    np.testing.assert_allclose(actual, want, atol=1e-6)

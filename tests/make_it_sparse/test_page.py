@@ -96,12 +96,12 @@ def test_the_changes_do_what_the_page_says(number):
     before, after = sides(blocks("diff")[number])
     masks = ["nn.make_causal_mask(tokens)", "jnp.tril(jnp.ones((T, T), bool))"]
     assert masks[number] in before and masks[number] not in after
-    expected, found = layer(before.replace(masks[number], ("pattern[None, None]", "pattern")[number])), layer(after)
+    expected, actual = layer(before.replace(masks[number], ("pattern[None, None]", "pattern")[number])), layer(after)
     tokens = jnp.zeros((2, SMALL), int)
     valid = jnp.arange(SMALL) < jnp.array([[SMALL], [SMALL - 20]])
     arguments = jax.random.normal(jax.random.key(0), (2, SMALL, 16)), tokens, valid[:, None, None, :]
-    params = jax.jit(found.init)(jax.random.key(1), *arguments)
-    out, wanted, dense = (jax.jit(m.apply)(params, *arguments)[valid] for m in (found, expected, layer(before)))
+    params = jax.jit(actual.init)(jax.random.key(1), *arguments)
+    out, wanted, dense = (jax.jit(m.apply)(params, *arguments)[valid] for m in (actual, expected, layer(before)))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     assert np.abs(out - dense).max() > 0.01
 

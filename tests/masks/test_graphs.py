@@ -44,9 +44,9 @@ def test_blocks_of_a_graph_are_exact(block):
     q, k = np.repeat(np.arange(rows), columns) * block[0], np.tile(np.arange(columns), rows) * block[1]
     expected = exact_states(padded, (q, q + block[0] - 1, k, k + block[1] - 1))
     grid = active_blocks(graph, rows, columns, *block)
-    found = np.zeros((rows, columns), np.int8)
-    found[grid.rows, grid.columns] = grid.states
-    np.testing.assert_array_equal(found.ravel(), expected)
+    actual = np.zeros((rows, columns), np.int8)
+    actual[grid.rows, grid.columns] = grid.states
+    np.testing.assert_array_equal(actual.ravel(), expected)
 
 
 def test_tiles_are_those_of_single_pairs():

@@ -166,5 +166,5 @@ def test_attention_on_a_grid():
     """A prompt that all see and that sees all, then an image: as dense attention with the same mask."""
     mask = sl.Grid((6, 7), sl.Window(1, 1), offset=5) | sl.Global(5)
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 47, 2, 16))
-    found, right = (sl.block_sparse_attention(q, k, v, mask, implementation=name) for name in ("xla", "reference"))
-    np.testing.assert_allclose(found, right, atol=1e-5)
+    actual, right = (sl.block_sparse_attention(q, k, v, mask, implementation=name) for name in ("xla", "reference"))
+    np.testing.assert_allclose(actual, right, atol=1e-5)

@@ -93,7 +93,7 @@ def apply_of_nnx(module, **options):
     return apply
 
 
-def assert_close(found, expected, tolerance):
+def assert_close(actual, expected, tolerance):
     """Equal to ``tolerance`` times the greatest entry of each leaf, or 1."""
 
     def compare(a, b):
@@ -101,4 +101,4 @@ def assert_close(found, expected, tolerance):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, atol=tolerance * max(1, np.abs(b).max()))
 
-    jax.tree.map(compare, found, expected)
+    jax.tree.map(compare, actual, expected)

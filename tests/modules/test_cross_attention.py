@@ -93,11 +93,11 @@ def test_state_of_a_dense_flax_layer_gives_its_values_and_gradients(options):
     mask = dense_mask(pattern)
     assert mask.any(-1).all() and not mask.all()
     arrays = inputs(2, T, F), inputs(2, S, sizes["in_kv_features"], seed=1)
-    found = value_and_grads(apply_of(sparse), pure(sparse), *arrays)
+    actual = value_and_grads(apply_of(sparse), pure(sparse), *arrays)
     expected = value_and_grads(apply_of(full, mask=jnp.asarray(mask)), pure(sparse), *arrays)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-4, rtol=1e-5), found, expected)
-    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
-    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(found[1][1:]))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-4, rtol=1e-5), actual, expected)
+    np.testing.assert_allclose(actual[0], expected[0], atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(actual[1][1:]))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -165,9 +165,9 @@ def test_linen_has_the_parameters_values_and_gradients_of_nnx(options):
     def apply(params, *arrays):
         return ours.apply({"params": params}, *arrays, segment_ids=ids)
 
-    found = value_and_grads(apply, pure(theirs), *arrays)
+    actual = value_and_grads(apply, pure(theirs), *arrays)
     expected = value_and_grads(apply_of(theirs, segment_ids=ids), pure(theirs), *arrays)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5), found, expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5), actual, expected)
     assert ours.plan is theirs.plan and ours.pattern == theirs.pattern
     assert ours == ours.clone() and hash(ours) == hash(ours.clone())
 

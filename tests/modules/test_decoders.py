@@ -123,8 +123,8 @@ def test_blocks_are_their_formulas(name):
     # Linen has the same parameters, Haiku other names for them.
     settings = SIZES | options | {"pattern": PATTERN, "seq_len": T}
     linen = sl.linen.SparseTransformerBlock(N, F, head_dim=H, **settings)
-    found = jax.jit(linen.apply)({"params": params}, x, positions=jnp.asarray(positions))
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    actual = jax.jit(linen.apply)({"params": params}, x, positions=jnp.asarray(positions))
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
     shapes = jax.eval_shape(linen.init, jax.random.key(0), x)["params"]
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
     if isinstance(options.get("use_bias", True), bool):

@@ -39,10 +39,10 @@ def test_dense_equinox_and_the_op_agree_under_filter_jit_filter_grad_and_vmap():
         return jnp.sum(out**2), out
 
     step = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
-    (_, found), gradients = step(sparse, x)
+    (_, actual), gradients = step(sparse, x)
     step(SparseAttention(dense, sl.Causal() & (sl.Window(3) | sl.Strided(5))), x)
     assert len(traces) == 1, "equal masks share one trace"
     (_, expected), expected_gradients = step(dense, x)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), gradients.dense, expected_gradients)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))

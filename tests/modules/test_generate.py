@@ -150,10 +150,10 @@ def test_outside_of_jit_chunks_without_tokens_are_skipped():
             return super().prefill(x, *args, start=start, **options)
 
     model.layers[0].__class__ = Seen
-    found, _ = model.prefill(text, lengths, chunk=8)
+    actual, _ = model.prefill(text, lengths, chunk=8)
     assert read == [0, 8]
     right, _ = nnx.jit(lambda model: model.prefill(text, lengths))(model)
-    np.testing.assert_allclose(found, right, atol=2e-5)
+    np.testing.assert_allclose(actual, right, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"on_tokens": lambda tokens: None}], ids=["compiled", "streamed"])

@@ -67,7 +67,7 @@ def value_and_grads(*functions):
     return run
 
 
-def assert_close(found, expected, tolerance=3e-6):
+def assert_close(actual, expected, tolerance=3e-6):
     """Equal to rounding, which is relative to the largest number of all: some gradients are sums that cancel to 0."""
     scale = max(1.0, *(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected)))
 
@@ -75,7 +75,7 @@ def assert_close(found, expected, tolerance=3e-6):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
-    jax.tree.map(compare, found, expected)
+    jax.tree.map(compare, actual, expected)
 
 
 # --- dense Haiku's parameters and numbers ----------------------------------------------------------------------------
@@ -124,11 +124,11 @@ def test_parameters_of_dense_haiku_give_its_values_and_gradients(name):
     params = perturbed_params(sparse, *arrays)
     assert specs(read(params)) == specs(jax.eval_shape(full.init, jax.random.key(0), *arrays))
     mask = jnp.broadcast_to(mask, (2, N, T, T))
-    found, expected = value_and_grads(
+    actual, expected = value_and_grads(
         lambda params, *arrays: sparse.apply(params, *arrays, **more),
         lambda params, *arrays: full.apply(read(params), *arrays, mask),
     )(params, *arrays)
-    assert_close(found, expected)
+    assert_close(actual, expected)
 
 
 def test_arguments_are_those_of_dense_haiku_and_more_by_keyword_only():
@@ -196,10 +196,10 @@ def test_the_block_gives_the_values_and_gradients_of_nnx(name):
     params, x = perturbed_params(ours), inputs(2, T, F)
     assert specs(as_nnx(params)) == specs(nnx.to_pure_dict(state))
     apply = functools.partial(ours.apply, rng=None, segment_ids=ids)
-    found, expected = value_and_grads(lambda params, x: apply(params, x=x), apply_nnx)(params, x)
-    assert_close(found, expected)
+    actual, expected = value_and_grads(lambda params, x: apply(params, x=x), apply_nnx)(params, x)
+    assert_close(actual, expected)
     # Dead rows and zero weights would hide a wrong one; a bias of keys moves no softmax, so its gradient is rounding.
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found))
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(actual))
 
 
 @pytest.mark.parametrize("num_layers", [1, 8])
@@ -260,8 +260,8 @@ def test_layer_stack_of_remat_blocks_gives_the_values_and_gradients_of_the_loop(
 
     params, x = perturbed_params(stacked), inputs(1, T, F)
     assert "remat" in str(jax.make_jaxpr(lambda params: stacked.apply(params, None, x))(params))
-    found, expected = value_and_grads(lambda params, x: stacked.apply(params, None, x), loop)(params, x)
-    assert_close(found, expected, 1e-5)
+    actual, expected = value_and_grads(lambda params, x: stacked.apply(params, None, x), loop)(params, x)
+    assert_close(actual, expected, 1e-5)
 
 
 def test_half_precision_by_the_input_and_by_a_policy():

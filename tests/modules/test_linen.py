@@ -100,9 +100,9 @@ def test_same_parameters_and_the_same_values_and_gradients_as_nnx(name):
     assert specs(params) == specs(pure(other))
     chosen = {"selection": SELECTION} if "selection" in name else {}
     run = value_and_grads(apply_of(module, **chosen), apply_of_nnx(other, **chosen))
-    found, expected = run(params, inputs(2, T, F), IDS if "segments" in name else None)
-    assert_close(found, expected, 2e-6)
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
+    actual, expected = run(params, inputs(2, T, F), IDS if "segments" in name else None)
+    assert_close(actual, expected, 2e-6)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(actual))
 
 
 def test_block_in_half_precision():
@@ -111,10 +111,10 @@ def test_block_in_half_precision():
     module, other = block(**BF16, mlp="swiglu"), nnx_block(**BF16, mlp="swiglu")
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), perturbed_params(module))
     x = inputs(2, T, F).astype(jnp.bfloat16)
-    found, expected = value_and_grads(apply_of(module), apply_of_nnx(other))(params, x)
-    assert found[0].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found[0], expected[0])
-    assert_close(found, expected, 0.01)
+    actual, expected = value_and_grads(apply_of(module), apply_of_nnx(other))(params, x)
+    assert actual[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(actual[0], expected[0])
+    assert_close(actual, expected, 0.01)
 
 
 @pytest.mark.parametrize("make, reference", [(attention, nnx_attention), (block, nnx_block)])
@@ -122,12 +122,12 @@ def test_initialisers_go_where_those_of_nnx_go(make, reference):
     names = ["kernel_init", "bias_init", "out_bias_init"] + ["out_kernel_init"] * (make is attention)
     options = {name: nn.initializers.constant(i + 1.0) for i, name in enumerate(names)}
     options |= {"use_sinks": True, "normalize_qk": True, "param_dtype": jnp.float16}
-    found, expected = make(**options).init(jax.random.key(0), inputs(1, T, F))["params"], pure(reference(**options))
+    actual, expected = make(**options).init(jax.random.key(0), inputs(1, T, F))["params"], pure(reference(**options))
     if make is block:  # drawn at random, see the next test
-        found, expected = found["attention"], expected["attention"]
-        del found["out"]["kernel"], expected["out"]["kernel"]
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert specs(found) == specs(expected)
+        actual, expected = actual["attention"], expected["attention"]
+        del actual["out"]["kernel"], expected["out"]["kernel"]
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert specs(actual) == specs(expected)
 
 
 @pytest.mark.parametrize("num_layers", [1, 8])

@@ -155,8 +155,8 @@ def test_native_sparse_attention_decodes_as_that_of_nnx():
         return functools.partial(module.apply, {"params": params}, method=name)
 
     expected = nnx.jit(lambda layer: decoded(layer.prefill, layer.decode_step))(other)
-    found = jax.jit(lambda: decoded(method("prefill"), method("decode_step")))()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+    actual = jax.jit(lambda: decoded(method("prefill"), method("decode_step")))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), actual, expected)
 
 
 def test_native_sparse_attention_has_the_attributes_of_nnx():

@@ -461,14 +461,16 @@ def test_gpt2_gradients_are_the_dense_models(name, tmp_path):
     pattern, mask = PATTERNS.get(name, (name, CAUSAL))
     tensors, weights = gpt2_file(layers=1), inputs(2, T, V, seed=7)
     model = load(write(tmp_path, tensors), patterns=pattern)
-    found = nnx.jit(nnx.grad(lambda model: (model(tokens()) * weights).mean()))(model)
+    actual = nnx.jit(nnx.grad(lambda model: (model(tokens()) * weights).mean()))(model)
     expected = jax.jit(jax.grad(lambda p: (gpt2(p, tokens(), (mask,), xp=jnp) * weights).mean()))(tensors)
     # The gradient has the file's names: written as a file and loaded, it has the model's.
     (tmp_path / "gradient").mkdir()
     expected = load(write(tmp_path / "gradient", {name: np.array(g) for name, g in expected.items()}))
-    found, expected = nnx.to_pure_dict(found), pure(expected)
-    assert all(np.abs(g).max() > 1e-4 for path, g in nnx.traversals.flatten_mapping(found).items() if "key" not in path)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    actual, expected = nnx.to_pure_dict(actual), pure(expected)
+    assert all(
+        np.abs(g).max() > 1e-4 for path, g in nnx.traversals.flatten_mapping(actual).items() if "key" not in path
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
 
 
 @pytest.mark.parametrize("names", [("window",), ("window", "strided")])
@@ -479,9 +481,9 @@ def test_gpt2_scanned_layers(names, tmp_path):
     assert len(model.blocks) == len(names)
     plain = load(tmp_path, patterns=patterns)
     for i, (block, expected) in enumerate(zip(model.layers, plain.blocks, strict=True)):
-        found = pure(block)
-        np.testing.assert_array_equal(found["attention"].pop("sinks"), np.zeros(2), err_msg=str(i))
-        jax.tree.map(np.testing.assert_array_equal, found, pure(expected))
+        actual = pure(block)
+        np.testing.assert_array_equal(actual["attention"].pop("sinks"), np.zeros(2), err_msg=str(i))
+        jax.tree.map(np.testing.assert_array_equal, actual, pure(expected))
     no_sinks = load(tmp_path, patterns=patterns, scan_layers=True)
     expected = oracle(tensors, tokens(), masks * (4 // len(masks)))
     np.testing.assert_allclose(run(no_sinks, tokens()), expected, atol=1e-4)

@@ -145,10 +145,10 @@ def test_values_and_gradients_are_those_of_the_paper(name):
         def theirs(params, x):
             return (paper(jnp, *sizes, params, x[0], documents, choices)[0] * weights[0]).sum()
 
-        found, out = jax.jit(jax.grad(ours, (0, 1), has_aux=True))(params, x)
+        actual, out = jax.jit(jax.grad(ours, (0, 1), has_aux=True))(params, x)
         np.testing.assert_allclose(out[0], want, atol=1e-10)
         want = jax.jit(jax.grad(theirs, (0, 1)))(nnx.to_pure_dict(params), x)
-        for a, b in zip(jax.tree.leaves((nnx.to_pure_dict(found[0]), found[1])), jax.tree.leaves(want), strict=True):
+        for a, b in zip(jax.tree.leaves((nnx.to_pure_dict(actual[0]), actual[1])), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-9)
         if layer.pattern.selects(length):
             assert np.sum(choices, -1).max() == layer.pattern.count < np.shape(choices)[-1]
@@ -225,10 +225,10 @@ def test_bfloat16():
     wide, state = make(), nnx.state(layer)
     nnx.update(wide, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
     chosen = sl.Selection(np.random.default_rng(0).integers(0, 7, (2, 101, 2, 4)), block=16)
-    found, want = run(layer, x, selection=chosen), run(wide, x.astype(jnp.float32), selection=chosen)
-    assert found.dtype == jnp.bfloat16
+    actual, want = run(layer, x, selection=chosen), run(wide, x.astype(jnp.float32), selection=chosen)
+    assert actual.dtype == jnp.bfloat16
     # Products are summed in float32; what is rounded are projections, windows, branches and gates.
-    np.testing.assert_allclose(found.astype(jnp.float32), want, atol=16 * 2**-8 * np.abs(want).max() / 4)
+    np.testing.assert_allclose(actual.astype(jnp.float32), want, atol=16 * 2**-8 * np.abs(want).max() / 4)
     slopes = nnx.jit(nnx.grad(lambda layer, x: (layer(x) ** 2).sum()))(layer, x)
     assert all(leaf.dtype == jnp.bfloat16 and jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
 

@@ -216,8 +216,8 @@ def check_case(case):
             for i, x in enumerate(placed)
         ]
     with jax.set_mesh(mesh):
-        found = jax.jit(program, compiler_options=COMPILER)(*placed)
-    for name, ours in zip(names, found, strict=True):
+        actual = jax.jit(program, compiler_options=COMPILER)(*placed)
+    for name, ours in zip(names, actual, strict=True):
         np.testing.assert_allclose(ours, right[name], atol=3e-5, rtol=1e-4, err_msg=name)
 
 
@@ -328,8 +328,8 @@ def check_choices():
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 197)), axis=1).astype(np.int32)
     want = select_blocks(scorer, q, k, ids).ids
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda q, k: select_blocks(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
-    np.testing.assert_array_equal(np.sort(found, -1), np.sort(want, -1))
+        actual = jax.jit(lambda q, k: select_blocks(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
+    np.testing.assert_array_equal(np.sort(actual, -1), np.sort(want, -1))
 
 
 def check_layers():
@@ -349,9 +349,9 @@ def check_layers():
         want, pullback = jax.vjp(alone, weights, x)
         with jax.set_mesh(mesh):
             program = jax.jit(lambda *args, spread=spread: jax.vjp(spread, *args), compiler_options=COMPILER)
-            found, back = program(weights, x)
+            actual, back = program(weights, x)
             gradients = jax.jit(back, compiler_options=COMPILER)(dout)
-        for one, other in zip(*map(jax.tree.leaves, ((found, gradients), (want, pullback(dout)))), strict=True):
+        for one, other in zip(*map(jax.tree.leaves, ((actual, gradients), (want, pullback(dout)))), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
 
 
@@ -366,8 +366,8 @@ def check_dead_rows():
 
     want = jax.grad(loss, (0, 1, 2))(q, k, v)
     with jax.set_mesh(jax.make_mesh((2,), ("context",), axis_types=(AUTO,))):
-        found = jax.jit(jax.grad(functools.partial(loss, spec=P(None, "context")), (0, 1, 2)))(q, k, v)
-    for one, other in zip(found, want, strict=True):
+        actual = jax.jit(jax.grad(functools.partial(loss, spec=P(None, "context")), (0, 1, 2)))(q, k, v)
+    for one, other in zip(actual, want, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
         assert np.isfinite(other).all()
 

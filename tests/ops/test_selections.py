@@ -161,8 +161,8 @@ def ids_of(granularity, heads=K, k=4, seed=0, least=-1, columns=COLUMNS):
     return np.random.default_rng(seed).integers(least, columns, shape).astype(np.int32)
 
 
-def same(found, wanted):
-    for ours, theirs in zip(found, wanted, strict=True):
+def same(actual, wanted):
+    for ours, theirs in zip(actual, wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -181,8 +181,8 @@ def test_random_selections(granularity, implementation):
         allowed = WINDOW.dense(T, S) & selected_pairs(ids, granularity, BLOCK, N, (T, S))
         exact = DenseAttention(q, k, v, allowed, dout, dlse)
         right, sizes = exact.answers, exact.absolute_sums()
-        found = answers(q, k, v, dout, dlse, ids, granularity=granularity, implementation=implementation)
-        for name, ours in zip(("out", "lse", "dq", "dk", "dv"), found, strict=True):
+        actual = answers(q, k, v, dout, dlse, ids, granularity=granularity, implementation=implementation)
+        for name, ours in zip(("out", "lse", "dq", "dk", "dv"), actual, strict=True):
             np.testing.assert_allclose(ours, right[name], atol=2e-5, rtol=2e-5)
             nothing = (sizes[name] == 0) & np.isfinite(right[name])
             assert not np.asarray(ours)[nothing].any()
@@ -245,8 +245,8 @@ def loss(q, k, v, chosen, **options):
     return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
 
-def close(found, wanted):
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def close(actual, wanted):
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -104,11 +104,11 @@ def agree(mesh, program, args, specs, right=None, told=frozenset(), rtol=1e-4, a
     placed = [jax.tree.map(lambda x, spec=spec: on(mesh, x, spec), x) for x, spec in zip(args, specs, strict=True)]
     with jax.set_mesh(mesh):
         compiled = jax.jit(lambda *args: program(*args), compiler_options=COMPILER).lower(*placed).compile()
-    found = compiled(*placed)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    actual = compiled(*placed)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
     assert collectives(compiled) <= told, f"{collectives(compiled)} instead of {set(told)}"
-    return found
+    return actual
 
 
 def check_case(mesh, case):
@@ -209,8 +209,8 @@ def check_second_derivative(mesh):
         q, "reference"
     )  # of one device's program, in this process of eight
     with jax.set_mesh(mesh):
-        found = jax.jit(forward_and_reverse, static_argnums=1)(on(mesh, q, BOTH), "xla")
-    for ours, theirs in zip(jax.tree.leaves((found, found[1])), jax.tree.leaves((want, want[0][0])), strict=True):
+        actual = jax.jit(forward_and_reverse, static_argnums=1)(on(mesh, q, BOTH), "xla")
+    for ours, theirs in zip(jax.tree.leaves((actual, actual[1])), jax.tree.leaves((want, want[0][0])), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)  # the Hessian is symmetric
 
 
@@ -218,8 +218,8 @@ def check_disabled_jit(mesh):
     args = arrays(4, 4)[:4]
     want = _sloped(attend, *args)
     with jax.set_mesh(mesh), jax.disable_jit():
-        found = _sloped(attend, *(on(mesh, x, BOTH) for x in args))
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        actual = _sloped(attend, *(on(mesh, x, BOTH) for x in args))
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 

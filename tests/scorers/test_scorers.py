@@ -187,8 +187,8 @@ def test_attention_and_gradients_equal_dense_attention_to_the_selection(name, pa
         wide = [np.asarray(x, np.float64) for x in (dout, q, k, v)]
         exact = answers(lambda *x: attention(*x, ids, scorer.block, heads[0] // heads[1], segments), *wide)
         exact = [np.asarray(x) for x in exact]
-    for found, right in zip(answers(fn, dout, q, k, v), exact, strict=True):
-        np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+    for actual, right in zip(answers(fn, dout, q, k, v), exact, strict=True):
+        np.testing.assert_allclose(actual, right, atol=2e-5 * np.abs(right).max())
 
 
 @pytest.mark.parametrize("scorer", [sl.MoBA(32, 4), sl.InfLLM(32, 4, local=2, dense_below=0)], ids=["moba", "infllm"])
@@ -251,9 +251,9 @@ def test_arrays_without_a_batch_select_as_a_batch_of_one(name):
     scorer, length, heads = CASES[name]
     (q, k, v), ids = arrays(length, heads), jnp.asarray(documents(length))
     right = scorer.select(q, k, ids)
-    found = scorer.select(q[0], k[0], ids[0])
-    np.testing.assert_array_equal(found.ids, right.ids[0])
-    out = sl.block_sparse_attention(q[0], k[0], v[0], sl.Causal(), selection=found)
+    actual = scorer.select(q[0], k[0], ids[0])
+    np.testing.assert_array_equal(actual.ids, right.ids[0])
+    out = sl.block_sparse_attention(q[0], k[0], v[0], sl.Causal(), selection=actual)
     whole = sl.block_sparse_attention(q, k, v, sl.Causal(), selection=right)
     np.testing.assert_allclose(out, whole[0], atol=1e-6)
     own = scorer.select(q[0, 100:140], k[0], (ids[0], ids[0]), pooled=scorer.pool(k)[0], first=100)
@@ -443,10 +443,10 @@ def test_bfloat16_selects_by_rounded_means_and_attends_as_float32_does(name):
     right = compiled(lambda *x: scorer.select(*x[:2], pooled=x[2]))(q, k, means)
     np.testing.assert_array_equal(np.sort(picked.ids, axis=-1), np.sort(right.ids, axis=-1))
 
-    def rounding(found, right):
-        assert found.dtype == jnp.bfloat16
-        found, right = (y.astype(jnp.float32)[:, scorer.count * scorer.block :] for y in (found, right))
-        return jnp.abs(found - right).max() / jnp.abs(right).max()
+    def rounding(actual, right):
+        assert actual.dtype == jnp.bfloat16
+        actual, right = (y.astype(jnp.float32)[:, scorer.count * scorer.block :] for y in (actual, right))
+        return jnp.abs(actual - right).max() / jnp.abs(right).max()
 
     attended = nnx.jit(lambda made, x, picked: made(x, selection=picked))(whole, x.astype(jnp.float32), picked)
     assert rounding(apply(made, x), attended) < 2 * rounding(apply(half, x), apply(whole, x.astype(jnp.float32)))
@@ -495,7 +495,7 @@ def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_form
         out = made(x, segment_ids=jnp.asarray(segments))
         return index_loss(made) + 0 * out.sum(), out
 
-    (found, out), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(made)
+    (actual, out), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(made)
     with jax.enable_x64(True):
         parameters = nnx.to_pure_dict(nnx.state(made, nnx.Param))
         x, parameters = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (x, parameters))
@@ -508,7 +508,7 @@ def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_form
         allowed &= (segments[:, :, None] == segments[:, None])[:, :, None]
         formula = compiled(jax.value_and_grad(lambda *p: exact_msa(*p, x, allowed), has_aux=True))
         (right, attended), exact = jax.tree.map(np.asarray, formula(kernels, parameters))
-    assert abs(float(found) - right) < 1e-5 * right
+    assert abs(float(actual) - right) < 1e-5 * right
     np.testing.assert_allclose(out, attended, atol=2e-5 * np.abs(attended).max())
     for name, g in zip(("index_query", "index_key"), exact, strict=True):
         np.testing.assert_allclose(gradients[name]["kernel"][...], g, atol=2e-5 * np.abs(g).max())

@@ -48,9 +48,9 @@ def check_index(kind):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (SPEC, P("data")), strict=True)]
-        found = jax.jit(lambda *x: select_blocks(scorer, *x, query_sharding=named).ids)(*arrays)
-        np.testing.assert_array_equal(found, right)
-        assert len({str(shard.index) for shard in found.addressable_shards}) == 8
+        actual = jax.jit(lambda *x: select_blocks(scorer, *x, query_sharding=named).ids)(*arrays)
+        np.testing.assert_array_equal(actual, right)
+        assert len({str(shard.index) for shard in actual.addressable_shards}) == 8
 
 
 def main():

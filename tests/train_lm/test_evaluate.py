@@ -51,12 +51,12 @@ def test_each_byte_has_its_context(tmp_path, batch_size, count, packed, stretche
     state = run.init()
     state["params"] = jax.tree.map(lambda leaf: 2 * leaf, state["params"])
     contexts = [1, 16, 31, 32]
-    found = list(evaluate.by_context(run, state, text, contexts, count))
-    assert [row.context for row in found] == contexts
+    actual = list(evaluate.by_context(run, state, text, contexts, count))
+    assert [row.context for row in actual] == contexts
     pieces = [sum(-(-(end - first) // (33 - context)) for first, end in stretches) for context in contexts]
-    assert [row.windows for row in found] == pieces
+    assert [row.windows for row in actual] == pieces
     expected = [by_hand(run, state, text, context, stretches) for context in contexts]
-    np.testing.assert_allclose([row.bits_per_byte for row in found], expected, rtol=1e-5)
+    np.testing.assert_allclose([row.bits_per_byte for row in actual], expected, rtol=1e-5)
     # Far enough apart to tell one context from the next.
     assert np.min(np.abs(np.diff(sorted(expected)))) > 2e-5 * expected[0]
 

@@ -47,8 +47,8 @@ def test_a_run_writes_what_it_says(finished, corpus, capsys):
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:3] == ["pattern", "params", "steps"]
     windows = load(str(corpus), 32).heldout_windows(4, 32).tokens[:, 1:].astype(np.uint8)
-    found = before[-1][2], gzip_bits(windows.reshape(-1)), order0_bits(windows.reshape(-1))
-    expected = [f"{bits:.3f}" for bits in found]
+    actual = before[-1][2], gzip_bits(windows.reshape(-1)), order0_bits(windows.reshape(-1))
+    expected = [f"{bits:.3f}" for bits in actual]
     expected.insert(1, "-")  # text has no accuracy
     assert table[2].split()[0] == TINY["pattern"] and table[2].split()[-4:] == expected
 

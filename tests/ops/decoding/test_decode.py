@@ -150,8 +150,8 @@ def test_steps_of_several_tokens_and_rollback(name):
     mask, kv_heads, choosing, block, _ = WHOLE.get(name, (CASES.get(name), 4, 0, 16, 1))
     q, k, v = arrays(heads=(N, kv_heads, kv_heads))
     ids = np.random.default_rng(1).integers(-1, -(-T // block), (B, T, choosing, 4))
-    found, want = by_several(mask, (q, k, v), 5, sl.Selection(ids, block=block) if choosing else None)
-    np.testing.assert_allclose(found, want, atol=2e-6)
+    actual, want = by_several(mask, (q, k, v), 5, sl.Selection(ids, block=block) if choosing else None)
+    np.testing.assert_allclose(actual, want, atol=2e-6)
 
 
 def test_tokens_are_taken_back_where_a_reach_is_known_roughly(monkeypatch):

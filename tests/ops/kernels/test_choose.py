@@ -35,12 +35,12 @@ def kinds(draw, shape):
     yield "equal", np.ones(shape)
 
 
-def same(found, right):
+def same(actual, right):
     """Asserts that rows are the same sets, with what is none at the end."""
-    found, right = np.asarray(found), np.asarray(right)
-    assert found.shape == right.shape and found.dtype == np.int32
-    assert (np.diff((found < 0).astype(int), axis=-1) >= 0).all()
-    np.testing.assert_array_equal(np.sort(found, -1), np.sort(right, -1))
+    actual, right = np.asarray(actual), np.asarray(right)
+    assert actual.shape == right.shape and actual.dtype == np.int32
+    assert (np.diff((actual < 0).astype(int), axis=-1) >= 0).all()
+    np.testing.assert_array_equal(np.sort(actual, -1), np.sort(right, -1))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_by_scores(count, first, local, blocks):
     choice = [jax.jit(lambda *x, fused=fused: scorer.select_rows(*x, length, None, fused)) for fused in (False, True)]
     for kind, scores in kinds(draw, (2, rows, 1, blocks)):
         query = jnp.asarray(scores, jnp.float32)
-        found, right = (choice[fused](query, pooled, at, start) for fused in (True, False))
+        actual, right = (choice[fused](query, pooled, at, start) for fused in (True, False))
         try:
-            same(found, right)
+            same(actual, right)
         except AssertionError as error:
             raise AssertionError(kind) from error
 
@@ -71,10 +71,10 @@ def test_long_rows(blocks):
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, rows, 1, blocks)), jnp.float32)
     at = jnp.arange(rows)[None] + blocks * BLOCK - rows
     given, length = (scores, jnp.zeros((1, blocks, 1, blocks)), at, at * 0), blocks * BLOCK
-    found, right = (
+    actual, right = (
         jax.jit(lambda *x, fused=fused: scorer.select_rows(*x, length, None, fused)) for fused in (True, False)
     )
-    same(found(*given), right(*given))
+    same(actual(*given), right(*given))
 
 
 CASES = [
@@ -109,8 +109,8 @@ def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
 
     monkeypatch.setattr(bridge, "call_triton", watched)
     monkeypatch.setattr(base, "platform", lambda: "gpu")
-    found = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
-    same(found, right)
+    actual = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
+    same(actual, right)
     kernels = ["choose_kernel"]
     if dtype != "float32":
         moba = ["choose_products_kernel"] * (1 + (length > 64 * BLOCK))

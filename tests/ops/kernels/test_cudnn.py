@@ -155,7 +155,7 @@ def test_vmap_in_every_way(on_a_gpu):
         yield jax.vmap(jax.vmap(gradients, (0, None, None)), (None, 0, None))(many, jnp.stack([k, -k]), v)
         yield jax.grad(lambda k: jax.vmap(attend, (0, None, None))(many, k, v).sum())(k)
 
-    found, right = (jax.tree.leaves(list(ways(*loss(name)))) for name in ("cudnn", "reference"))
-    for ours, theirs in zip(found, right, strict=True):
+    actual, right = (jax.tree.leaves(list(ways(*loss(name)))) for name in ("cudnn", "reference"))
+    for ours, theirs in zip(actual, right, strict=True):
         assert ours.shape == theirs.shape
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, theirs)), rtol=0.03, atol=0.15)

@@ -71,7 +71,7 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
 
     query, at = numbers(queries, heads, group, size), np.full(queries, 1000)
     new, reads, slots = (numbers(2, heads, size), numbers(2, heads, value_size)), [], [np.array([0, -1])]
-    sinks, found = numbers(heads, group) if with_sinks else np.full((heads, group), -np.inf), []
+    sinks, actual = numbers(heads, group) if with_sinks else np.full((heads, group), -np.inf), []
     for of_array, count, length in case.arrays:
         order = np.argsort(rng.random((queries, case.lists, count)), axis=-1)[..., :length].astype(np.int32)
         rows = np.where(rng.random(order.shape) < 0.7, order, -1)
@@ -85,7 +85,7 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
             for x in (keys, values):
                 seen = x[b // case.tokens, chosen[i], own[own >= 0]]
                 x[b // case.tokens, chosen[i], own[own >= 0]] = np.where(np.isnan(seen), numbers(*seen.shape), seen)
-        found.append((keys, values, chosen, rows))
+        actual.append((keys, values, chosen, rows))
         slots.append(slot)
         k, v = (jnp.asarray(x, case.dtype) for x in (keys, values))
         reads.append(decode.CacheRead(k, v, chosen, jnp.asarray(rows)))
@@ -95,7 +95,7 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
         token = jnp.asarray(new[0], case.dtype), jnp.asarray(new[1], case.dtype)
         out, *arrays = decode.step(low, token, reads, jnp.stack(slots, 1).astype(jnp.int32), at, options, given)
         for i, changed in enumerate(arrays):
-            for before, after, slot in zip(found, changed, slots[1:], strict=True):
+            for before, after, slot in zip(actual, changed, slots[1:], strict=True):
                 before[i][0, :, slot[0]] = new[i][0]
                 np.testing.assert_array_equal(after.astype(jnp.float32), before[i])
     else:
@@ -104,7 +104,7 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
     wide = np.asarray(out.astype(jnp.float32), np.float64)
     for b, i in np.ndindex(queries, heads):
         pieces = []
-        for keys, values, chosen, rows in found:
+        for keys, values, chosen, rows in actual:
             own = rows[b, i % case.lists]
             pieces.append([x[b // case.tokens, chosen[i], own[own >= 0]].astype(np.float64) for x in (keys, values)])
         if case.writes and b == 0:

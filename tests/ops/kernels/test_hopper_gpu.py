@@ -544,11 +544,11 @@ def view_coordinate(row, axis):
 
 @pytest.mark.parametrize(("order", "rows", "fits"), list(orders()), ids=str)
 def test_a_tile_of_rows_is_a_box(order, rows, fits):
-    found = box_view(order, rows)
-    assert (found is not None) == fits
-    if found is None:
+    actual = box_view(order, rows)
+    assert (actual is not None) == fits
+    if actual is None:
         return
-    lengths, box = found
+    lengths, box = actual
     assert math.prod(box) == rows and math.prod(lengths) <= order.length
     side, strides = rows_view(order, rows), [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
     for first in range(0, side.ROWS, rows):

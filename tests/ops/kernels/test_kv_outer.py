@@ -163,11 +163,11 @@ def test_large_numbers_without_a_block_stay_none():
     operands = Operands(*arrays())
     ids = jnp.asarray(SCATTERED[..., :1] % 2)
     forward = compiled(functools.partial(kv_outer.forward, call))
-    found, wanted = (
+    actual, wanted = (
         forward(operands._replace(selection=sl.Selection(jnp.concatenate([ids, other], axis=-1), block=512)))
         for other in (ids * 0 + 2**30, ids * 0 - 1)
     )
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

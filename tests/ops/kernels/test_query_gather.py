@@ -224,8 +224,8 @@ def test_transformations(launched, how, length):
     if how == "vmap-ids":
         call, given = (lambda f: jax.vmap(f, (None, None, None, 0))), (q[:1], k[:1], v[:1], ids[:, None])
     with jax.enable_x64(how == "x64"):
-        found, wanted = (call(gradients(name))(*given) for name in ("hopper", "xla"))
-    for ours, right in zip(found, wanted, strict=True):
+        actual, wanted = (call(gradients(name))(*given) for name in ("hopper", "xla"))
+    for ours, right in zip(actual, wanted, strict=True):
         ours, right = np.asarray(ours, np.float64), np.asarray(right, np.float64)
         # Of two calls in half precision, one after the other.
         assert np.linalg.norm(ours - right) <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.linalg.norm(right)

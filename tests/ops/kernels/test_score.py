@@ -64,14 +64,14 @@ def test_scores_are_those_of_the_formulas(name, monkeypatch):
         pooled = scorer.pool(k)
         return pooled, score.score_windows(scorer._scored, blocks, q, pooled, at, start, scale)
 
-    pooled, found = scored(q, k, at[None], start)
+    pooled, actual = scored(q, k, at[None], start)
     q, pooled = (np.asarray(x, np.float64) for x in (q, pooled))
     group, past = q.shape[2] // pooled.shape[2], np.arange(blocks) < at[:, None, None] // scorer.block
     for b, head in np.ndindex(len(q), pooled.shape[2]):
         right = exact(scorer, blocks, q[b, :, head * group :][:, :group], pooled[b, :, head], at, start[b], scale)
         each = right.shape[1]
         wanted = past & (np.arange(blocks) >= start[b][:, None, None] // scorer.block)
-        ours = np.where(wanted, np.asarray(found[b, :, head * each :][:, :each]), 0)
+        ours = np.where(wanted, np.asarray(actual[b, :, head * each :][:, :each]), 0)
         np.testing.assert_allclose(ours, np.where(wanted, right, 0), rtol=2e-5, atol=5e-5)
         assert np.isfinite(ours[ours != 0]).any()
 

@@ -12,10 +12,10 @@ def test_kept_blocks_are_those_of_the_mask():
             rows, columns = block_pass.padded((16, 32))
             tiles = block_pass.mask.dense(rows, columns).reshape(rows // 16, 16, columns // 32, 32)
             expected = np.add(tiles.any((1, 3)), tiles.all((1, 3)), dtype=int)
-            found = np.zeros_like(expected)
+            actual = np.zeros_like(expected)
             row, column, state = block_pass.active_blocks()
-            found[row, column] = state
-            np.testing.assert_array_equal(found, expected)
+            actual[row, column] = state
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_plan_in_a_notebook():
