@@ -87,6 +87,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .scorers import MoBA as MoBA
     from .scorers import Scorer as Scorer
     from .tools.describe import describe as describe
+    from .tools.diagnose import diagnose as diagnose
     from .tools.pictures import draw as draw
     from .tools.pictures import grid_picture as grid_picture
     from .tools.pictures import picture as picture
@@ -134,6 +135,7 @@ _AT_FIRST_USE = {
     "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
     "scorers": ("MSA", "NSA", "InfLLM", "MoBA", "Scorer"),
     "tools.describe": ("describe",),
+    "tools.diagnose": ("diagnose",),
     "tools.pictures": ("draw", "grid_picture", "picture"),
     "tools.tuned": ("Tuned", "load_tuned"),
     "tools.tuning": ("tune",),

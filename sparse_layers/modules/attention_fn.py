@@ -27,6 +27,7 @@ from ..ops.planning.plan import Plan
 from ..ops.planning.planner import make_plan
 from ..ops.planning.platforms import default_implementation
 from ..ops.planning.selection import Selection
+from ..ops.recorded_calls import mark_call
 from ..ops.select import select_blocks
 from ..scorers import Scorer, masks_and_scorer
 from .index import IndexProjections, index_loss
@@ -161,7 +162,8 @@ class AttentionFn:
         def op(query, key, value, sinks):
             return block_sparse_attention(query, key, value, plan, scale=self.scale, sinks=sinks, **options)
 
-        out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
+        with mark_call(seq_len=self.seq_len):
+            out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
         return out.reshape(*batch, *out.shape[1:])
 
     def attend_chunk(
@@ -302,7 +304,8 @@ class AttentionFn:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         segments: Any = segment_ids if mask is None else ids_from_padding(mask, query.shape[:-2], segment_ids)
         order: Any = order_ids
-        return self.attend(query, key, value, segment_ids=segments, order_ids=order, causal=is_causal)
+        with mark_call(dropout_rate=dropout_rate):
+            return self.attend(query, key, value, segment_ids=segments, order_ids=order, causal=is_causal)
 
     def _check_arrays(self, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         """Refuses arrays of wrong shapes, or with more than ``seq_len`` tokens."""

@@ -30,6 +30,7 @@ from .planning.plan import Plan
 from .planning.planner import make_plan
 from .planning.platforms import TUNING, check_implementation, default_implementation, platform
 from .planning.selection import Selection
+from .recorded_calls import mark_call
 
 TokenIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
 
@@ -208,7 +209,8 @@ def block_sparse_attention(
     lse: Any  # None if JAX differentiates the implementation
     name = pick_implementation(implementation, call, operands)
     try:
-        out, lse = jitted_attend(name, call, query_sharding, operands)
+        with mark_call(implementation=name, call=call, operands=operands):
+            out, lse = jitted_attend(name, call, query_sharding, operands)
     except TypeError as error:  # JAX raises it for any jax.custom_vjp
         if "forward-mode" in str(error):
             raise TypeError(REVERSE_ONLY) from error

@@ -27,7 +27,7 @@ _SIZED = Array, OnGrid, ColumnMajor, Neighborhood, Rectangle  # masks with lengt
 def advice(plan: Plan, h: int, count: Count) -> Iterator[str]:
     """Yields lines on mask h: why nothing is saved and what to try, and a cheaper form of a mask that is a function."""
     mask, cost = plan.masks[h], _cost(plan, h)
-    opaque = list(dict.fromkeys(_name(leaf) for leaf in leaves(mask) if is_opaque(leaf)))
+    opaque = list(dict.fromkeys(mask_name(leaf) for leaf in leaves(mask) if is_opaque(leaf)))
     dense, kind = (_planned(plan, Causal()), "causal") if count.causal else (_planned(plan, Full()), "full")
     saves_nothing = cost > 0 and _cost(dense) < _MIN_SAVING * cost
     if saves_nothing:
@@ -120,7 +120,7 @@ def _replaced(mask: Mask, leaf: Mask, by: Mask) -> Mask:
     return dataclasses.replace(mask, **masks)
 
 
-def _name(mask: Mask) -> str:
+def mask_name(mask: Mask) -> str:
     """Returns the name of a function, or the formula of any other mask."""
     if isinstance(mask, MaskMod):
         return f"mask_mod {getattr(mask.function, '__name__', repr(mask.function))}"

@@ -166,7 +166,7 @@ def _token(heads: tuple[int, int] | None, dtype: str | None, size: int | None) -
 
 def _plans_by_path(subject: Any) -> dict[str, Planned] | None:
     """The plans in a model's fields by their paths, equal ones once; None if there are none."""
-    layers = {path: plans for path, _, plans in _walk(subject) if plans is not None}
+    layers = {path: plans for path, _, plans in walk(subject) if plans is not None}
     plans = {}
     for branches, paths in _by_plans(layers).items():
         which = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
@@ -174,7 +174,7 @@ def _plans_by_path(subject: Any) -> dict[str, Planned] | None:
     return plans or None
 
 
-def _walk(subject: Any) -> Iterator[tuple[str, Any, dict[str, Planned] | None]]:
+def walk(subject: Any) -> Iterator[tuple[str, Any, dict[str, Planned] | None]]:
     """Visits an object and all in its fields, lists and dicts, but for what lies within layers of this package.
 
     Yields:
@@ -214,22 +214,23 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         fields = dict(vars(_set_up(value))) if hasattr(value, "__dict__") else {}
         slots = (name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()))
         fields |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        hidden = ("_", "scope") if _is_linen(value) else ("__", "_pytree__")  # how Flax keeps its books
+        hidden = ("_", "scope") if is_linen(value) else ("__", "_pytree__")  # how Flax keeps its books
         yield from ((name, member) for name, member in fields.items() if not name.startswith(hidden))
 
 
-def _is_linen(value: Any) -> bool:
+def is_linen(value: Any) -> bool:
+    """True for modules of Linen."""
     return all(hasattr(type(value), name) for name in ("setup", "bind", "clone", "apply"))
 
 
 def _unbound(value: Any) -> Any:
     """A module of Linen without the call that made it; all else as it is."""
-    return value.clone(parent=None) if _is_linen(value) else value
+    return value.clone(parent=None) if is_linen(value) else value
 
 
 def _set_up(value: Any) -> Any:
     """A module of Linen with the modules that its ``setup`` makes; all else as it is."""
-    if not _is_linen(value):
+    if not is_linen(value):
         return value
     modules = []
 
@@ -242,14 +243,14 @@ def _set_up(value: Any) -> Any:
 
 
 def _looked_at(subject: Any) -> str:
-    """Lists the paths and types of what `_walk` visits, for an error."""
-    visited = [(path, value) for path, value, _ in _walk(subject) if path]
+    """Lists the paths and types of what `walk` visits, for an error."""
+    visited = [(path, value) for path, value, _ in walk(subject) if path]
     names = [f"{path} ({type(value).__name__})" for path, value in visited[:_PATHS]]
     rest = f" and {len(visited) - _PATHS} more" * (len(visited) > _PATHS)
     text = f"; looked at {', '.join(names)}{rest}" if names else "; it has no fields to look at"
     if any(isinstance(value, Mask) for _, value in visited):
         text += "; a mask needs a length, describe(mask, q_len)"
-    if any(_is_linen(value) for value in (subject, *(value for _, value in visited))):
+    if any(is_linen(value) for value in (subject, *(value for _, value in visited))):
         text += "; layers that a Linen module makes in @nn.compact exist in calls only: describe one by itself"
     return text
 

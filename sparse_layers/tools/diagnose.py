@@ -1,0 +1,379 @@
+"""Diagnosis of a model: attention that is still dense, and sparse attention that is slow or saves nothing."""
+
+import collections
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..arguments.checks import strict_kwargs
+from ..arguments.foreign import one_line
+from ..masks.algebra import Array, Mask
+from ..masks.counting import count
+from ..masks.pictures import FORMULA, shortened
+from ..masks.primitives import Causal, Full
+from ..ops.implementations import rank_implementations
+from ..ops.kernels.gpu.bridge import check_triton, record_launches
+from ..ops.kernels.gpu.hardware import device_named
+from ..ops.planning.platforms import FALLBACK, assuming, platform
+from ..ops.recorded_calls import record_calls
+from .advice import advice, mask_name
+from .dense_attention import DenseAttention, DenseMask, SparseCall, find_attention
+from .recognition import recognize
+from .source_lines import Source
+from .subjects import is_linen, plans_of, walk
+
+_MIN_KEYS = 128  # fewer keys are one block of the kernels, and no pattern saves anything
+_FEW_KEYS = 2000  # below it, dense attention is often as fast (docs/when_dense.md)
+_PATHS = 4  # most paths of modules in a line
+_FLAX_LAYERS = "MultiHeadAttention", "MultiHeadDotProductAttention"
+_OP = "sl.block_sparse_attention(query, key, value, {pattern})"
+# What to write for the dense attention of libraries: (file, function, self-attention, cross-attention).
+_REPLACEMENTS = (
+    (
+        "flax/nnx/nn/attention.py",
+        "MultiHeadAttention",
+        "pass attention_fn=sl.make_attention_fn({pattern}, {q_len}) to nnx.MultiHeadAttention, or write "
+        "sl.SparseSelfAttention(..., pattern={pattern}, seq_len={q_len}), which has the same parameters",
+        "write sl.SparseCrossAttention(..., pattern={pattern}, q_len={q_len}, kv_len={kv_len})",
+    ),
+    (
+        "flax/linen/attention.py",
+        "MultiHeadDotProductAttention",
+        "pass attention_fn=sl.make_attention_fn({pattern}, {q_len}) to nn.MultiHeadDotProductAttention, or write "
+        "sparse_layers.linen.SparseSelfAttention(..., pattern={pattern}, seq_len={q_len})",
+        "write sparse_layers.linen.SparseCrossAttention(..., pattern={pattern}, q_len={q_len}, kv_len={kv_len})",
+    ),
+    (
+        "haiku/_src/attention.py",
+        "MultiHeadAttention",
+        "write sparse_layers.haiku.SparseSelfAttention(..., pattern={pattern}, seq_len={q_len}) in place of "
+        "hk.MultiHeadAttention",
+        f"write {_OP} between projections of your own",
+    ),
+    ("jax/_src/nn/functions.py", "dot_product_attention", f"write {_OP}, which takes the same arrays", ""),
+)
+
+
+class Finding(NamedTuple):
+    """One remark about a model.
+
+    Attributes:
+      kind: "dense attention", "dense mask", "weight dropout", "sequence length", "slow implementation" or "no saving".
+      where: the line of the model, and the paths of its modules if they are known; else "the model".
+      times: how often a call of the model does it.
+      what: what it does, with shapes.
+      advice: what to write instead.
+    """
+
+    kind: str
+    where: str
+    times: int
+    what: str
+    advice: str
+
+
+class Diagnosis(NamedTuple):
+    """The result of `diagnose`; ``str`` returns the report.
+
+    Attributes:
+      findings: a tuple of `Finding`; () if nothing was found.
+      summary: the number of sparse attention calls by implementation, and what was left out.
+    """
+
+    findings: tuple[Finding, ...]
+    summary: str
+
+    def __str__(self) -> str:
+        """Returns a paragraph for each finding, and the summary."""
+        paragraphs = []
+        for number, (kind, where, times, what, to_do) in enumerate(self.findings, 1):
+            repeated = f", {times} times" * (times > 1)
+            paragraphs.append(f"{number}. {kind}{repeated}: {where}\n   {what}\n   -> {to_do}")
+        return "\n\n".join([*(paragraphs or ["nothing to change"]), self.summary])
+
+
+@strict_kwargs
+def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, int] | None = None) -> Diagnosis:
+    """Traces a call of a model, and says which attention is dense, slow or refused in training, and what to write.
+
+    Nothing is computed on a device but small constant masks, so inputs and parameters may be shapes. These are found:
+
+    - Attention that computes all scores: a softmax between two products, `jax.nn.dot_product_attention`, the layers of
+      Flax, Haiku and Equinox. Attention in blocks, few keys and softmaxes over weights (routers, heads) are left out.
+    - Dense masks and biases that join such scores, and masks that `block_sparse_attention` takes as JAX arrays. A mask
+      of at most 8192 x 8192 pairs that depends on no input is compared with patterns.
+    - Dropout of attention weights, which sparse attention refuses in training. Rates of Linen layers that are made in
+      ``@nn.compact`` are seen in calls with ``deterministic=False`` only.
+    - Patterns made for a longer seq_len than what arrives.
+    - Sparse attention on a slow implementation, with the reasons, or with a pattern that saves nothing.
+
+    Args:
+      model: a callable of the inputs. An NNX module, a bound Linen module and an Equinox module are; for Linen write
+        ``functools.partial(module.apply, variables)``, for Haiku ``functools.partial(transformed.apply, params, rng)``.
+        A loss, or its gradient by `jax.grad`, shows what training does. An NNX module with state, such as dropout, must
+        be the model or an input: a function that closes over it cannot change it.
+      inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is.
+      device: a GPU to trace for, as in `describe`; None for the device at hand.
+
+    Returns:
+      A `Diagnosis`: ``str`` returns the report, ``findings`` is a tuple of (kind, where, times, what, advice), and
+      ``summary`` counts the calls of sparse attention by implementation. Loops count as often as they run, or once if
+      that is not known. A gradient counts the attention of its forward pass.
+
+    Raises:
+      TypeError: model is not callable, is a class, a mask or an unbound module; says what to write.
+      ValueError: inputs hold no array; device is not known. Errors of the model itself are passed on.
+      ModuleNotFoundError: device is given, and Triton is not installed.
+
+    Example:
+      >>> import jax, sparse_layers as sl
+      >>> from flax import nnx
+      >>> layer = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+      >>> print(sl.diagnose(layer, jax.ShapeDtypeStruct((1, 4096, 64), "float32")))
+      1. dense attention: the model
+         float32 scores [1, 4, 4096, 4096] of 4096 queries and 4096 keys
+         -> pass attention_fn=sl.make_attention_fn(pattern, 4096) to nnx.MultiHeadAttention, or write \
+sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same parameters; sl.presets() lists patterns
+      <BLANKLINE>
+      sparse attention: no calls
+    """
+    _check_model(model)
+    gpu = None if device is None else device_named(device)
+    if gpu is not None:
+        check_triton()
+    leaves, structure = jax.tree.flatten((model, inputs))
+    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    num_weights = sum(i < len(jax.tree.leaves(model)) for i in arrays)
+    if num_weights == len(arrays):
+        raise ValueError(f"inputs must hold an array or a jax.ShapeDtypeStruct at least, got {one_line(inputs)}")
+
+    def call(*values: Any) -> None:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        called, arguments = jax.tree.unflatten(structure, filled)
+        called(*arguments)
+
+    with assuming(gpu), record_launches(), record_calls() as facts:
+        jaxpr = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
+        op_calls = {number for number, fact in enumerate(facts) if "implementation" in fact}
+        dense, sparse = find_attention(jaxpr, num_weights, op_calls)
+        few = [attention for attention in dense if attention.kv_len < _MIN_KEYS]
+        dense = [attention for attention in dense if attention.kv_len >= _MIN_KEYS]
+        layers = {path: layer for x in (model, *inputs) for path, layer, _ in walk(x) if _is_flax_attention(layer)}
+        merged = [{"at": x} | dict(pair for number in x.numbers for pair in facts[number].items()) for x in sparse]
+        findings = [
+            *_dense_findings(dense, layers),
+            *_mask_findings(dense),
+            *_dropout_findings(dense, layers, merged),
+            *_sparse_findings(merged),
+        ]
+        return Diagnosis(tuple(_merged(findings)), _summary(merged, few))
+
+
+def _check_model(model: Any) -> None:
+    """Refuses what is no model or cannot be called by itself."""
+    kind = one_line(model) if isinstance(model, type | str) else type(model).__name__
+    if isinstance(model, Mask | str):
+        raise TypeError(
+            f"model must be a callable of the inputs, got {kind}: for a pattern write sl.describe(mask, length)"
+        )
+    if isinstance(model, type):
+        raise TypeError(f"model must be a callable of the inputs, got the class {kind}: write an instance of it")
+    unbound = is_linen(model) and getattr(model, "scope", None) is None
+    if unbound or not callable(model):
+        applied = (
+            "functools.partial(module.apply, variables) for Linen, functools.partial(transformed.apply, params, rng)"
+        )
+        raise TypeError(
+            f"model must be a callable of the inputs, got {'an unbound ' * unbound}{kind}: write {applied} for Haiku"
+        )
+
+
+def _is_flax_attention(layer: Any) -> bool:
+    """True for attention layers of Flax itself, whose attention function may be one of this package."""
+    names = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(layer).__mro__}
+    return any(("flax", name) in names for name in _FLAX_LAYERS)
+
+
+def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields findings once that differ in their number alone, or in the paths of their modules."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        line = finding.where.partition(" (")[0]
+        groups.setdefault((finding.kind, line, finding.what, finding.advice), []).append(finding)
+    for (kind, line, what, to_do), equal in groups.items():
+        paths = dict.fromkeys(path for x in equal for path in re.findall(r" \((.*)\)$", x.where) if path)
+        yield Finding(kind, _where(line, list(paths)), sum(x.times for x in equal), what, to_do)
+
+
+def _where(line: str, paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
+    return f"{line or 'the model'} ({shown})" if shown else line or "the model"
+
+
+def _scopes(path: str) -> str:
+    """Returns the modules of a name stack: without the names of transformations and of einsums.
+
+    Example:
+      >>> _scopes("jvp(Decoder)/checkpoint/blocks_0/attention/...qhd,...khd->...hqk")
+      'Decoder/blocks_0/attention'
+    """
+    scopes = (re.sub(r"^(\w+\()+|\)+$", "", scope) for scope in path.split("/"))
+    modules = (x for x in scopes if x and "->" not in x and x not in ("checkpoint", "rematted_computation"))
+    return "/".join(name for name, _ in itertools.groupby(modules))
+
+
+# --- dense attention -------------------------------------------------------------------------------------------------
+
+
+def _dense_findings(attention: Sequence[DenseAttention], layers: dict[str, Any]) -> Iterator[Finding]:
+    dense_layers = [path for path, layer in layers.items() if path and plans_of(layer.attention_fn) is None]
+    for x in attention:
+        scores = f"{x.dtype} scores {_listed(x.shape)} of {x.q_len} queries and {x.kv_len} keys"
+        if x.kv_len < _FEW_KEYS:
+            scores += f"; below about {_FEW_KEYS} keys a pattern saves little"
+        scopes = _scopes(x.path)
+        paths = [scopes] if scopes else dense_layers if _in_flax(x.source) else []
+        yield Finding("dense attention", _where(x.source.line, paths), x.times, scores, _replacement(x))
+
+
+def _in_flax(source: Source) -> bool:
+    return any(source.calls(file, function) for file, function, *_ in _REPLACEMENTS[:2])
+
+
+def _replacement(attention: DenseAttention) -> str:
+    """Returns what to write in place of dense attention."""
+    masks = [expression for mask in attention.masks if (expression := _expression(mask)) is not None]
+    saves = len(masks) == 1 and masks[0] not in (Causal(), Full())
+    lengths = {"q_len": attention.q_len, "kv_len": attention.kv_len, "pattern": _code(masks[0]) if saves else "pattern"}
+    is_cross = attention.q_len != attention.kv_len
+    choice = "" if saves else "; sl.presets() lists patterns"
+    for file, function, replacement, for_cross in _REPLACEMENTS:
+        if attention.source.calls(file, function):
+            return ((is_cross and for_cross) or replacement).format(**lengths) + choice
+    own = f"write {_OP} in place of the two products and the softmax, with arrays [B, T, N, H]"
+    return own.format(**lengths) + choice
+
+
+def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[Finding]:
+    for x in attention:
+        for mask in {(m.shape, m.dtype, m.source): m for m in x.masks}.values():
+            line = "an input" if mask.source is None else mask.source.line
+            size = math.prod(mask.shape) * np.dtype(mask.dtype).itemsize / 2**20
+            what = f"{mask.dtype} {_listed(mask.shape)}, {size:.1f} MiB, joins the scores of dense attention"
+            yield Finding("dense mask", line, x.times, what, _mask_advice(mask))
+
+
+def _mask_advice(mask: DenseMask) -> str:
+    expression = _expression(mask)
+    if expression is not None and isinstance(expression, Array):
+        return "no inputs decide it: the pattern is this mask as a numpy bool array [T, S], or masks of the same rule"
+    if expression is not None:
+        return f"the pattern {_code(expression)} allows the same pairs"
+    if mask.dtype == "bool":
+        return (
+            "its constant rule, such as causality, is the pattern; documents and padding are segment_ids, and what "
+            "else differs by batch entry is order_ids"
+        )
+    return (
+        "if it hides pairs, write it as a pattern; sparse attention adds no bias to logits: sl.Rope encodes positions, "
+        "else this attention stays dense"
+    )
+
+
+def _expression(mask: DenseMask) -> Mask | None:
+    """Returns the masks that a constant dense mask equals, itself if none do, and None if it is not constant."""
+    pairs = mask.allowed()
+    if pairs is None:
+        return None
+    array = Array(pairs)
+    rewritten = recognize(array, len(pairs)) if pairs.shape[0] == pairs.shape[1] else None
+    return array if rewritten is None else rewritten[0]
+
+
+def _code(mask: Mask) -> str:
+    """Returns the code of an expression of masks."""
+    return re.sub(r"\b([A-Z]\w*\()", r"sl.\1", shortened(repr(mask), FORMULA))
+
+
+def _listed(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+# --- dropout, and sparse attention -----------------------------------------------------------------------------------
+
+
+def _dropout_findings(
+    attention: Sequence[DenseAttention], layers: dict[str, Any], calls: Sequence[dict[str, Any]]
+) -> Iterator[Finding]:
+    """Yields dropout of attention weights: in layers that the model holds, else in dense scores and sparse calls."""
+    to_do = (
+        "set dropout_rate=0 and apply dropout to the output: sparse attention forms no weights to drop, and refuses "
+        "the rate in training"
+    )
+    rates = {path: getattr(layer, "dropout_rate", 0) for path, layer in layers.items()}
+    for path, rate in rates.items():
+        if rate:
+            where = _where("", [path] if path else [])
+            yield Finding("weight dropout", where, 1, f"the layer has dropout_rate={rate}", to_do)
+    if any(rates.values()):
+        return
+    for x in attention:
+        if x.has_dropout:
+            where = _where(x.source.line, [_scopes(x.path)] if _scopes(x.path) else [])
+            yield Finding("weight dropout", where, x.times, "the weights of dense attention are dropped", to_do)
+    for fact in calls:
+        if fact.get("dropout_rate"):
+            what = f"the layer has dropout_rate={fact['dropout_rate']}, which this call does not use"
+            yield Finding("weight dropout", fact["at"].source.line, fact["at"].times, what, to_do)
+
+
+def _sparse_findings(calls: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    for fact in calls:
+        sparse: SparseCall = fact["at"]
+        call, operands, name = fact["call"], fact["operands"], fact["implementation"]
+        length, seq_len = operands.query.shape[1], fact.get("seq_len")
+
+        def finding(kind, what, to_do, sparse=sparse):
+            return Finding(kind, sparse.source.line or "the model", sparse.times, what, to_do)
+
+        if operands.mask is not None:
+            what = f"bool {_listed(operands.mask.shape)}, a run-time mask of the op"
+            to_do = (
+                "a mask that no input decides is a numpy array or an expression of masks, which is planned beforehand"
+            )
+            yield finding("dense mask", what, to_do)
+        if seq_len is not None and seq_len > length:
+            what = f"the pattern is made for seq_len={seq_len}; {length} tokens see its upper left corner"
+            to_do = f"write seq_len={length} if no longer input comes: sizes that follow from seq_len stay as they are"
+            yield finding("sequence length", what, to_do)
+        target = platform()
+        if name == "reference" or (name in FALLBACK and target != "cpu"):
+            why, to_do = f"as implementation={name!r} names it", "leave implementation out"
+            if call.picked_for:
+                reasons = rank_implementations(call, operands)[1].items()
+                why = "; ".join(f"not {preferred!r}: {reason}" for preferred, reason in reasons)
+                to_do = "change what the reasons name; `sparse-layers doctor` checks the installation"
+            yield finding("slow implementation", f"{name!r} computes it on {target}, {why}", to_do)
+        if call.plan is not None and operands.selection is None:
+            for h, mask in enumerate(call.plan.masks):
+                lines = list(advice(call.plan, h, count(mask, call.plan.q_len, call.plan.kv_len)))
+                if lines and lines[0].startswith("nothing is saved") and mask not in (Causal(), Full()):
+                    yield finding("no saving", f"{mask_name(mask)}: {lines[0]}", "; ".join(lines[1:]))
+
+
+def _summary(calls: Sequence[dict[str, Any]], few: Sequence[DenseAttention]) -> str:
+    """Returns the number of sparse attention calls by implementation, and what was left out."""
+    numbers = collections.Counter()
+    for fact in calls:
+        numbers[fact["implementation"]] += fact["at"].times
+    counted = ", ".join(f"{n} call{'s' * (n > 1)} of {name!r} on {platform()}" for name, n in numbers.items())
+    left_out = sum(x.times for x in few)
+    calls_text = f"{left_out} call{'s' * (left_out > 1)} of dense attention with fewer than {_MIN_KEYS} keys"
+    return f"sparse attention: {counted or 'no calls'}" + f"\nleft out: {calls_text}" * bool(few)
