@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ..ops.planning.blocks import outside_trace
 from ..ops.recorded_calls import split_marks
-from .jaxpr_axes import Axis, differs, is_block, longest, reshaped, sources, whole_axis
+from .jaxpr_axes import Axis, differs, full_axis, is_block, longest, reshaped, sources
 from .source_lines import Source, source_of
 
 _MAX_EVALUATED = 1 << 26  # elements of a mask that is computed to recognize it, 8192 x 8192
@@ -40,7 +40,8 @@ class DenseMask:
     dtype: str
     primitive: str  # that joins it: "select_n" for a mask, "add" for a bias
     source: Source | None  # the line that built it; None if it is an input
-    # Computes the bool array [T, S] of allowed pairs; returns None if it depends on inputs or is no mask.
+    is_partial: bool  # True if inputs hide more pairs than ``allowed`` does
+    # Computes the bool array [T, S] of allowed pairs; returns None if inputs decide it or it is no mask.
     allowed: Callable[[], np.ndarray | None]
 
 
@@ -71,7 +72,7 @@ class SparseCall:
 
 @dataclasses.dataclass(eq=False)
 class _Value:
-    """What is known of a variable of a jaxpr."""
+    """A variable of a jaxpr, with what is known of it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -82,6 +83,7 @@ class _Value:
     scores: dict[DenseAttention, tuple[tuple[str, ...], bool]] = dataclasses.field(default_factory=dict)
     is_random: bool = False  # True if it depends on random bits and constants alone
     built: Source | None = None  # of the equation that made it differ along two axes; None if no equation did
+    is_partial: bool = False  # True if `evaluate` computes its constant part, which a mask of inputs limits
     stored: "_Value | None" = None  # the smaller value that it repeats along other axes, if it does
     evaluate: Callable[[], Any] | None = None  # computes it; None if it depends on inputs
 
@@ -116,7 +118,7 @@ def _fresh(aval: Any, inputs: Sequence[int] | frozenset[int] = (), **known: Any)
     """Returns a value of which nothing but its inputs is known. Scalars are no inputs: they are temperatures, rates."""
     shape = getattr(aval, "shape", ())
     numbers = frozenset(inputs) if math.prod(shape) > 1 else frozenset()
-    return _Value(shape, str(getattr(aval, "dtype", "")), [whole_axis(n) for n in shape], numbers, **known)
+    return _Value(shape, str(getattr(aval, "dtype", "")), [full_axis(n) for n in shape], numbers, **known)
 
 
 class _Reader:
@@ -169,7 +171,7 @@ class _Reader:
         return self._constants[id(x)]
 
     def _source(self, equation: Any) -> Source:
-        """Returns the origin of an equation, with its callers' where it has no line: JAX traces a function by itself."""
+        """Returns the origin of an equation; JAX traces a function by itself, so its callers may have the line."""
         source = source_of(equation)
         for caller in reversed(self._callers):
             if source.line:
@@ -222,7 +224,7 @@ class _Reader:
         for j, (n, origin) in enumerate(zip(shape, sources(equation, [x.shape for x in values], shape), strict=True)):
             varying = [(values[k], values[k].axes[i]) for k, i in origin if differs(values[k].axes[i])]
             if name == "iota":
-                axes.append(whole_axis(n) if j == params["dimension"] else ((n, 0),))
+                axes.append(full_axis(n) if j == params["dimension"] else ((n, 0),))
             elif varying:
                 computed = [axis for x, axis in varying if len(x.inputs) > 1 and x.inputs & self._data]
                 axis = min(computed or [axis for _, axis in varying], key=longest)
@@ -230,7 +232,7 @@ class _Reader:
             else:
                 is_new = name == "concatenate" and j == params["dimension"]
                 is_new = is_new or (not origin and name != "broadcast_in_dim")
-                axes.append(whole_axis(n) if is_new else ((n, 0),))
+                axes.append(full_axis(n) if is_new else ((n, 0),))
         return axes
 
     def _scan(self, params: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
@@ -242,7 +244,7 @@ class _Reader:
             return self.read(params["jaxpr"], [*constants, *carry, *rows], path, times)
 
         results = body(self._settled(carry, lambda carry: body(carry, times)), times * params["length"])
-        stacked_axis = whole_axis(params["length"])
+        stacked_axis = full_axis(params["length"])
         ends = results[len(carry) :]
         ends = [
             _Value((params["length"], *x.shape), x.dtype, [stacked_axis, *x.axes], x.inputs, is_random=x.is_random)
@@ -285,8 +287,8 @@ class _Reader:
         if name in _JOINING and _BACKWARD not in path:
             for i, x in enumerate(values):
                 for attention, (sides, exponentiated) in x.scores.items():
-                    for other in values:
-                        _join(attention, sides, exponentiated, other, name, i)
+                    for operand in values:
+                        _join(attention, sides, exponentiated, operand, name, i)
         return result
 
     def _cudnn(self, equation: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
@@ -304,10 +306,10 @@ class _Reader:
         result = self._elementwise(equation, values, path)
         if _BACKWARD in path:
             return result
-        for weights, axes, other in ((left, contracted[0], right), (right, contracted[1], left)):
+        for weights, axes, value in ((left, contracted[0], right), (right, contracted[1], left)):
             for attention, (sides, exponentiated) in weights.scores.items():
-                if exponentiated and attention not in other.scores:
-                    self._attends(attention, weights, sides, axes, other)
+                if exponentiated and attention not in value.scores:
+                    self._attends(attention, weights, sides, axes, value)
         free = [
             [i for i, n in enumerate(x.shape) if n > 1 and i not in (*contracted[k], *batch[k])]
             for k, x in enumerate(values)
@@ -330,7 +332,8 @@ class _Reader:
         if not (left.inputs & self._data and right.inputs & self._data):
             return False
         few, many = sorted((left.inputs, right.inputs), key=len)
-        return len(few) > 1 or len(many) == 1 or few <= many
+        are_alike = len(many) == 1 and len(left.shape) == len(right.shape)  # query and key without projections
+        return len(few) > 1 or few <= many or are_alike
 
     def _attends(
         self, attention: DenseAttention, weights: _Value, sides: tuple[str, ...], axes: Sequence[int], value: _Value
@@ -394,7 +397,7 @@ def _join(
     allowed = functools.partial(_allowed, stored, name, operand)
     if varying[_LEFT] > varying[_RIGHT]:
         allowed = _transposed(allowed)
-    attention.masks.append(DenseMask(stored.shape, stored.dtype, name, x.built, allowed))
+    attention.masks.append(DenseMask(stored.shape, stored.dtype, name, x.built, x.is_partial, allowed))
 
 
 def _allowed(x: _Value, name: str, operand: int) -> np.ndarray | None:
@@ -434,10 +437,9 @@ def _is_reshaped(equation: Any, x: _Value, result: _Value) -> bool:
 
 def _note_evaluation(equation: Any, values: list[_Value], result: _Value) -> None:
     """Notes how a result is computed, if constants alone decide it, and the smaller value that it repeats."""
+    name, result.is_partial = equation.primitive.name, any(x.is_partial for x in values)
     if values and _is_reshaped(equation, values[0], result):
         result.stored = values[0].stored or values[0]
-    if any(x.evaluate is None for x in values):
-        return
 
     def compute(operands, shape=None):
         arrays = (jnp.asarray(x.evaluate()) for x in operands)
@@ -445,11 +447,20 @@ def _note_evaluation(equation: Any, values: list[_Value], result: _Value) -> Non
             arrays = (jnp.broadcast_to(x.reshape(()) if x.size == 1 else x, shape) for x in arrays)
         return equation.primitive.bind(*arrays, **equation.params)
 
-    result.evaluate = functools.cache(functools.partial(compute, tuple(values)))
+    unknown = [x for x in values if x.evaluate is None]
+    result.evaluate = None if unknown else functools.cache(functools.partial(compute, tuple(values)))
     small = tuple(x.stored or x for x in values)
     pairs = [x for x in small if _varying(x)]
-    rest = (x for x in small if x is not pairs[0])
-    is_elementwise = equation.primitive.name in _ELEMENTWISE and len(pairs) == 1
-    if is_elementwise and pairs[0].shape != result.shape and all(x.size == 1 for x in rest):
-        evaluate = functools.cache(functools.partial(compute, small, pairs[0].shape))
+    if name in _ELEMENTWISE and len(pairs) == 1 and all(x.size == 1 for x in small if x is not pairs[0]):
+        evaluate = None if unknown else functools.cache(functools.partial(compute, small, pairs[0].shape))
         result.stored = dataclasses.replace(pairs[0], dtype=result.dtype, evaluate=evaluate)
+    constant = [x for x in values if x.evaluate is not None and x.is_pairwise]
+    if name == "and" and len(unknown) == len(constant) == 1:  # inputs hide more, as padding does
+        result.evaluate, result.is_partial = functools.partial(_broadcast, constant[0], result.shape), True
+        result.stored = constant[0].stored or constant[0]
+
+
+def _broadcast(x: _Value, shape: tuple[int, ...]) -> Any:
+    """Returns a constant value as an array of a shape."""
+    assert x.evaluate is not None
+    return jnp.broadcast_to(x.evaluate(), shape)

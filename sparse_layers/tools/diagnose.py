@@ -1,6 +1,7 @@
 """Diagnosis of a model: attention that is still dense, and sparse attention that is slow or saves nothing."""
 
 import collections
+import functools
 import itertools
 import math
 import re
@@ -19,6 +20,7 @@ from ..masks.primitives import Causal, Full
 from ..ops.implementations import rank_implementations
 from ..ops.kernels.gpu.bridge import check_triton, record_launches
 from ..ops.kernels.gpu.hardware import device_named
+from ..ops.planning.plan import Plan
 from ..ops.planning.platforms import FALLBACK, assuming, platform
 from ..ops.recorded_calls import record_calls
 from .advice import advice, mask_name
@@ -29,6 +31,7 @@ from .subjects import is_linen, plans_of, walk
 
 _MIN_KEYS = 128  # fewer keys are one block of the kernels, and no pattern saves anything
 _FEW_KEYS = 2000  # below it, dense attention is often as fast (docs/when_dense.md)
+_ARRAYS = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
 _PATHS = 4  # most paths of modules in a line
 _FLAX_LAYERS = "MultiHeadAttention", "MultiHeadDotProductAttention"
 _OP = "sl.block_sparse_attention(query, key, value, {pattern})"
@@ -107,8 +110,8 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
       Flax, Haiku and Equinox. Attention in blocks, few keys and softmaxes over weights (routers, heads) are left out.
     - Dense masks and biases that join such scores, and masks that `block_sparse_attention` takes as JAX arrays. A mask
       of at most 8192 x 8192 pairs that depends on no input is compared with patterns.
-    - Dropout of attention weights, which sparse attention refuses in training. Rates of Linen layers that are made in
-      ``@nn.compact`` are seen in calls with ``deterministic=False`` only.
+    - Dropout of attention weights, which sparse attention refuses in training. Rates of NNX layers are read; of Linen
+      layers, calls with ``deterministic=False`` show dropout.
     - Patterns made for a longer seq_len than what arrives.
     - Sparse attention on a slow implementation, with the reasons, or with a pattern that saves nothing.
 
@@ -136,7 +139,7 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
       >>> layer = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
       >>> print(sl.diagnose(layer, jax.ShapeDtypeStruct((1, 4096, 64), "float32")))
       1. dense attention: the model
-         float32 scores [1, 4, 4096, 4096] of 4096 queries and 4096 keys
+         float32 scores [4, 4096, 4096] of 4096 queries and 4096 keys
          -> pass attention_fn=sl.make_attention_fn(pattern, 4096) to nnx.MultiHeadAttention, or write \
 sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same parameters; sl.presets() lists patterns
       <BLANKLINE>
@@ -147,7 +150,7 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
     if gpu is not None:
         check_triton()
     leaves, structure = jax.tree.flatten((model, inputs))
-    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
     num_weights = sum(i < len(jax.tree.leaves(model)) for i in arrays)
     if num_weights == len(arrays):
         raise ValueError(f"inputs must hold an array or a jax.ShapeDtypeStruct at least, got {one_line(inputs)}")
@@ -235,7 +238,7 @@ def _scopes(path: str) -> str:
 def _dense_findings(attention: Sequence[DenseAttention], layers: dict[str, Any]) -> Iterator[Finding]:
     dense_layers = [path for path, layer in layers.items() if path and plans_of(layer.attention_fn) is None]
     for x in attention:
-        scores = f"{x.dtype} scores {_listed(x.shape)} of {x.q_len} queries and {x.kv_len} keys"
+        scores = f"{x.dtype} scores {_listed([n for n in x.shape if n > 1])} of {x.q_len} queries and {x.kv_len} keys"
         if x.kv_len < _FEW_KEYS:
             scores += f"; below about {_FEW_KEYS} keys a pattern saves little"
         scopes = _scopes(x.path)
@@ -257,8 +260,8 @@ def _replacement(attention: DenseAttention) -> str:
     for file, function, replacement, for_cross in _REPLACEMENTS:
         if attention.source.calls(file, function):
             return ((is_cross and for_cross) or replacement).format(**lengths) + choice
-    own = f"write {_OP} in place of the two products and the softmax, with arrays [B, T, N, H]"
-    return own.format(**lengths) + choice
+    code = f"write {_OP} in place of the two products and the softmax, with arrays [B, T, N, H]"
+    return code.format(**lengths) + choice
 
 
 def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[Finding]:
@@ -272,19 +275,18 @@ def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[Finding]:
 
 def _mask_advice(mask: DenseMask) -> str:
     expression = _expression(mask)
-    if expression is not None and isinstance(expression, Array):
-        return "no inputs decide it: the pattern is this mask as a numpy bool array [T, S], or masks of the same rule"
-    if expression is not None:
-        return f"the pattern {_code(expression)} allows the same pairs"
-    if mask.dtype == "bool":
+    by_input = "documents and padding are segment_ids, and what else differs by batch entry is order_ids"
+    if expression is None and mask.dtype != "bool":
         return (
-            "its constant rule, such as causality, is the pattern; documents and padding are segment_ids, and what "
-            "else differs by batch entry is order_ids"
+            "if it hides pairs, write it as a pattern; sparse attention adds no bias to logits: sl.Rope encodes "
+            "positions, else this attention stays dense"
         )
-    return (
-        "if it hides pairs, write it as a pattern; sparse attention adds no bias to logits: sl.Rope encodes positions, "
-        "else this attention stays dense"
-    )
+    if expression is None:
+        return f"its constant rule, such as causality, is the pattern; {by_input}"
+    rule = f"the pattern {_code(expression)} allows the same pairs"
+    if isinstance(expression, Array):
+        rule = "no input decides it: the pattern is this mask as a numpy bool array [T, S], or masks of the same rule"
+    return f"{rule} up to what inputs decide: {by_input}" if mask.is_partial else rule
 
 
 def _expression(mask: DenseMask) -> Mask | None:
@@ -335,6 +337,7 @@ def _dropout_findings(
 
 
 def _sparse_findings(calls: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    unsaving = functools.cache(_unsaving_masks)  # layers have equal plans
     for fact in calls:
         sparse: SparseCall = fact["at"]
         call, operands, name = fact["call"], fact["operands"], fact["implementation"]
@@ -362,10 +365,18 @@ def _sparse_findings(calls: Sequence[dict[str, Any]]) -> Iterator[Finding]:
                 to_do = "change what the reasons name; `sparse-layers doctor` checks the installation"
             yield finding("slow implementation", f"{name!r} computes it on {target}, {why}", to_do)
         if call.plan is not None and operands.selection is None:
-            for h, mask in enumerate(call.plan.masks):
-                lines = list(advice(call.plan, h, count(mask, call.plan.q_len, call.plan.kv_len)))
-                if lines and lines[0].startswith("nothing is saved") and mask not in (Causal(), Full()):
-                    yield finding("no saving", f"{mask_name(mask)}: {lines[0]}", "; ".join(lines[1:]))
+            for what, to_do in unsaving(call.plan):
+                yield finding("no saving", what, to_do)
+
+
+def _unsaving_masks(plan: Plan) -> list[tuple[str, str]]:
+    """Returns the masks of a plan that save nothing, with the reason, and what to try instead."""
+    masks = []
+    for h, mask in enumerate(plan.masks):
+        lines = [] if mask in (Causal(), Full()) else [*advice(plan, h, count(mask, plan.q_len, plan.kv_len))]
+        if lines and lines[0].startswith("nothing is saved"):
+            masks.append((f"{mask_name(mask)}: {lines[0]}", "; ".join(lines[1:])))
+    return masks
 
 
 def _summary(calls: Sequence[dict[str, Any]], few: Sequence[DenseAttention]) -> str:

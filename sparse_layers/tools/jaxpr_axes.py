@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# The axes that were merged into one, each as (size, size of the longest axis it is a block of). The second number is 0
-# if values do not differ along it.
+# The factors of an axis, of which it was merged: each is (size, size of the longest axis that it is a block of), and
+# (size, 0) if values do not differ along it.
 Axis = tuple[tuple[int, int], ...]
 
 
-def whole_axis(size: int) -> Axis:
+def full_axis(size: int) -> Axis:
     """Returns an axis that is no block of a longer one."""
     return ((size, size if size > 1 else 0),)
 
@@ -20,7 +20,7 @@ def differs(axis: Axis) -> bool:
 
 def longest(axis: Axis) -> int:
     """Returns the size of the longest axis that an axis is a block of; 0 if values do not differ along it."""
-    return max((whole for _, whole in axis), default=0)
+    return max((extent for _, extent in axis), default=0)
 
 
 def is_block(axis: Axis) -> bool:
@@ -30,7 +30,7 @@ def is_block(axis: Axis) -> bool:
       >>> is_block(((128, 4096),)), is_block(((4095, 4096),))
       (True, False)
     """
-    return any(whole >= 2 * size for size, whole in axis)
+    return any(extent >= 2 * size for size, extent in axis)
 
 
 def sources(equation: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
@@ -45,7 +45,7 @@ def sources(equation: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, 
         of_axis = {j: i for i, j in enumerate(params["broadcast_dimensions"])}
         return [[(0, of_axis[j])] if j in of_axis and shapes[0][of_axis[j]] == n else [] for j, n in enumerate(shape)]
     if name == "reshape":
-        axes = {j: group for group, made in _groups(shapes[0], shape) for j in made}
+        axes = {j: in_axes for in_axes, out_axes in _groups(shapes[0], shape) for j in out_axes}
         return [[(0, i) for i in axes[j] if shapes[0][i] > 1] for j in range(len(shape))]
     if name == "dot_general":
         contracted, batch = params["dimension_numbers"]
@@ -63,45 +63,45 @@ def sources(equation: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, 
     return [[(k, j) for k in same_rank if shapes[k][j] > 1 or n == 1] for j, n in enumerate(shape)]
 
 
-def reshaped(axes: Sequence[Axis], old: tuple[int, ...], new: tuple[int, ...]) -> list[Axis]:
+def reshaped(axes: Sequence[Axis], shape: tuple[int, ...], new_shape: tuple[int, ...]) -> list[Axis]:
     """Returns the axes of a reshaped array. An axis that is merged and split again is what it was.
 
     Example:
       >>> reshaped([((8, 8),), ((4096, 4096),)], (8, 4096), (8, 32, 128))
       [((8, 8),), ((32, 4096),), ((128, 4096),)]
     """
-    result: list[Axis] = [((size, 0),) for size in new]
-    for group, made in _groups(old, new):
-        parts = [part for i in group for part in axes[i] if part[0] > 1]
-        for j in made:
-            size, taken = new[j], []
-            while size > 1 and parts:
-                part, whole = parts.pop(0)
-                if size % part == 0:
-                    taken.append((part, whole))
-                    size //= part
-                elif part % size == 0:
-                    taken.append((size, whole))
-                    parts.insert(0, (part // size, whole))
+    result: list[Axis] = [((size, 0),) for size in new_shape]
+    for in_axes, out_axes in _groups(shape, new_shape):
+        factors = [factor for i in in_axes for factor in axes[i] if factor[0] > 1]
+        for j in out_axes:
+            size, taken = new_shape[j], []
+            while size > 1 and factors:
+                n, extent = factors.pop(0)
+                if size % n == 0:
+                    taken.append((n, extent))
+                    size //= n
+                elif n % size == 0:
+                    taken.append((size, extent))
+                    factors.insert(0, (n // size, extent))
                     size = 1
-                else:  # the boundaries of old and new axes cross
-                    taken, size = [(new[j], max(w for _, w in [*taken, (part, whole)]))], 1
-            result[j] = tuple(taken) or ((new[j], 0),)
+                else:  # the boundaries of the axes cross
+                    taken, size = [(new_shape[j], longest((*taken, (n, extent))))], 1
+            result[j] = tuple(taken) or ((new_shape[j], 0),)
     return result
 
 
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the smallest runs of axes (old, new) that hold equally many elements."""
-    group, made = [], []
+def _groups(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the smallest runs of axes, of a shape and of a new one, that hold equally many elements."""
+    in_axes, out_axes = [], []
     i, j, elements, new_elements = 0, 0, 1, 1
-    while i < len(old) or j < len(new):
-        if j == len(new) or (i < len(old) and elements <= new_elements):
-            group.append(i)
-            elements, i = elements * old[i], i + 1
+    while i < len(shape) or j < len(new_shape):
+        if j == len(new_shape) or (i < len(shape) and elements <= new_elements):
+            in_axes.append(i)
+            elements, i = elements * shape[i], i + 1
         else:
-            made.append(j)
-            new_elements, j = new_elements * new[j], j + 1
-        if group and made and elements == new_elements:
-            yield group, made
-            group, made, elements, new_elements = [], [], 1, 1
-    yield group, made
+            out_axes.append(j)
+            new_elements, j = new_elements * new_shape[j], j + 1
+        if in_axes and out_axes and elements == new_elements:
+            yield in_axes, out_axes
+            in_axes, out_axes, elements, new_elements = [], [], 1, 1
+    yield in_axes, out_axes

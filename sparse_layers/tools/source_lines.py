@@ -44,7 +44,8 @@ def source_of(equation: Any) -> Source:
         if library is not None:
             callers.append((f"{library}{file.removeprefix(roots[library])}", frame.function_name))
         elif not file.startswith(_STANDARD) or "site-packages" in file:
-            near = os.path.relpath(file)
-            shown = file if near.startswith("..") else near
-            return Source(f"{shown}:{frame.line_num} in {frame.function_name}", tuple(callers))
+            path = os.path.relpath(file)
+            return Source(
+                f"{file if path.startswith('..') else path}:{frame.line_num} in {frame.function_name}", tuple(callers)
+            )
     return Source("", tuple(callers))

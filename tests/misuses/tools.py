@@ -1,4 +1,4 @@
-"""Misuses of describe, picture, draw, tune, load_tuned and of the command line."""
+"""Misuses of describe, diagnose, picture, draw, tune, load_tuned and of the command line."""
 
 import contextlib
 import io
@@ -40,6 +40,28 @@ def names():
 
 
 MISUSES = [
+    # diagnose
+    Misuse("sl.diagnose('causal', q)", TypeError, "model", "'causal'", "for a pattern write sl.describe(mask, length)"),
+    Misuse("sl.diagnose(mask, q, k)", TypeError, "model", "And", "for a pattern write sl.describe(mask, length)"),
+    Misuse("sl.diagnose(nnx.Linear, q)", TypeError, "model", "the class", "write an instance of it"),
+    Misuse(
+        "sl.diagnose((nn.Dense(3), {}), q)",
+        TypeError,
+        "model",
+        "got tuple",
+        "functools.partial(module.apply, variables)",
+    ),
+    Misuse(
+        "sl.diagnose(nn.Dense(3), q)",
+        TypeError,
+        "model",
+        "an unbound Dense",
+        "functools.partial(module.apply, variables)",
+    ),
+    Misuse("sl.diagnose(jnp.sin)", ValueError, "inputs", "got ()", "must hold an array or a jax.ShapeDtypeStruct"),
+    Misuse("sl.diagnose(jnp.sin, 3.0)", ValueError, "inputs", "(3.0,)", "must hold an array or a jax.ShapeDtypeStruct"),
+    Misuse("sl.diagnose(jnp.sin, q, device='h1')", ValueError, "device", "'h1'", "must be the name of a GPU"),
+    Misuse("sl.diagnose(jnp.sin, x=q)", TypeError, "diagnose", "'x'", "unknown argument"),
     # describe
     Misuse("sl.describe(mask)", ValueError, "q_len", "None", "must be an integer >= 1 with a mask"),
     Misuse("sl.describe(mask, 4.0)", ValueError, "q_len", "4.0", "must be an integer >= 1"),
