@@ -38,7 +38,7 @@ class Cubes:
         q, k, v = (jnp.take(x, slots.ravel(), axis=1, mode="fill", fill_value=0) for x in (q, k, v))
         mean_q, mean_k = (sl.mean_pool_blocks(x.astype(jnp.float32), 64) for x in (q, k))
         size = (cubes < math.prod(grid)).sum(1)
-        scores = jnp.einsum("bqnh,bknh->bqnk", mean_q, mean_k) / size
+        scores = jnp.einsum("bqnh,bknh->bqnk", mean_q, mean_k, precision="highest") / size
         selection = sl.top_k_blocks(scores, self.count, block=64, granularity=64, causal=False, forced=sl.Window(0))
         ids = jnp.where(slots.ravel() < math.prod(grid), 0, -1)[None].repeat(len(q), 0)
         out = sl.block_sparse_attention(q, k, v, sl.Full(), segment_ids=ids, selection=selection, scale=scale)
