@@ -1,0 +1,74 @@
+"""Shared by the checks of adapters: a table of differences from a host's own dense attention, with their budgets."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_layers.tools.oracle import largest_error, neighbour
+
+
+def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
+    """Returns a function of the same arrays and, last, a gradient of the result: the result and all gradients."""
+
+    def results(*arrays: Any) -> list[jax.Array]:
+        out, pullback = jax.vjp(function, *arrays[:-1])
+        return [out, *jax.tree.leaves(pullback(arrays[-1].astype(out.dtype)))]
+
+    return results
+
+
+class Table:
+    """Rows of a check, printed as they come.
+
+    The budget of an error is measured. Each of the two results may be off by twice the sum of two numbers: the change
+    of the host's result when each input changes by the epsilon of its dtype, and this epsilon times the largest result.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+        print("| check | results | largest error | budget | |\n| --- | --- | --- | --- | --- |", flush=True)
+
+    def compare(self, name: str, ours: Callable[..., Any], theirs: Callable[..., Any], *arrays: Any) -> None:
+        """Prints a row: the error that takes the largest share of its budget, among all results of two functions.
+
+        Args:
+          name: words for the row.
+          ours: returns arrays, computed with the adapter.
+          theirs: returns as many arrays of the same shapes, computed by the host's dense path.
+          arrays: what both functions take, arrays or trees of arrays; all are floats.
+        """
+        leaves, tree = jax.tree.flatten(arrays)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        changed = jax.tree.unflatten(tree, [neighbour(key, x) for key, x in zip(keys, leaves, strict=True)])
+        results = [[np.asarray(x).astype(np.float64) for x in theirs(*inputs)] for inputs in (arrays, changed)]
+        eps, shares = float(max(jnp.finfo(x.dtype).eps for x in leaves)), []
+        for answer, right, near in zip(ours(*arrays), *results, strict=True):
+            error = largest_error(answer, right)
+            budget = 4 * (largest_error(near, right) + eps * np.abs(right).max(initial=0))
+            share = 0.0 if error == 0 else np.inf if budget == 0 else error / budget
+            shares.append((share, error, budget))
+        share, error, budget = max(shares)
+        self._row(name, len(shares), f"{error:.1e}", f"{budget:.1e}", is_right=share <= 1)
+
+    def refuse(self, name: str, call: Callable[[], Any], words: str) -> None:
+        """Prints a row: a call must raise an error that has these words."""
+        try:
+            call()
+        except (NotImplementedError, ValueError) as error:
+            is_right = words in str(error)
+        else:
+            is_right = False
+        self._row(name, 0, "refused" if is_right else "not refused", "-", is_right=is_right)
+
+    def exit(self) -> None:
+        """Ends the process: with 1 if a row failed."""
+        print(f"{self.failures} failed" if self.failures else "all within their budgets")
+        sys.exit(int(self.failures > 0))
+
+    def _row(self, name: str, results: int, error: str, budget: str, *, is_right: bool) -> None:
+        self.failures += not is_right
+        print(f"| {name} | {results or '-'} | {error} | {budget} | {'' if is_right else 'FAILED'} |", flush=True)

@@ -1,0 +1,52 @@
+"""The table of the checks: budgets are those of rounding, and a wrong row ends the process with 1."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.hosts.checks import Table, with_gradients
+
+
+def attention(scale):
+    return with_gradients(lambda q, k, v: jax.nn.softmax(scale * q @ k.T) @ v)
+
+
+def arrays(dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(0), (4, 16, 16), dtype)
+
+
+def test_results_have_gradients():
+    out, dq, dk, dv = attention(1.0)(*arrays())
+    assert out.shape == dq.shape == dk.shape == dv.shape == (16, 16)
+    assert np.allclose(dv, jax.nn.softmax(arrays()[0] @ arrays()[1].T).T @ arrays()[3], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rounding_is_within_the_budget_and_more_is_not(dtype, capsys):
+    table, eps = Table(), float(jnp.finfo(dtype).eps)
+    table.compare("equal", attention(0.25), attention(0.25), *arrays(dtype))
+    table.compare("rounded", jax.jit(attention(0.25)), attention(0.25), *arrays(dtype))
+    assert table.failures == 0
+    table.compare("scale", attention(0.25 * (1 + 32 * eps)), attention(0.25), *arrays(dtype))
+    table.compare("NaN", lambda *x: [y * np.nan for y in attention(0.25)(*x)], attention(0.25), *arrays(dtype))
+    table.compare("shape", lambda *x: [y[1:] for y in attention(0.25)(*x)], attention(0.25), *arrays(dtype))
+    assert table.failures == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| equal", "| rounded", "| scale", "| NaN", "| shape"]
+    assert lines[2].startswith("| equal | 4 | 0.0e+00 |") and lines[4].endswith("| FAILED |")
+
+
+def test_a_failed_row_ends_the_process_with_1(capsys):
+    def refuse():
+        raise ValueError("grid must fit")
+
+    table = Table()
+    table.refuse("right words", refuse, "grid")
+    with pytest.raises(SystemExit, match="0"):
+        table.exit()
+    table.refuse("other words", refuse, "mask")
+    table.refuse("no error", lambda: None, "grid")
+    with pytest.raises(SystemExit, match="1"):
+        table.exit()
+    assert capsys.readouterr().out.splitlines()[-1] == "2 failed"
