@@ -27,9 +27,9 @@ def listed(plan: sl.Plan) -> int:
     """Bytes of the lists of all passes, by query and by key, made here; of presets XLA needs no mask tiles."""
     size = 0
     for block_pass in itertools.chain.from_iterable(plan.chains):
-        for shape, kv_major in (block_pass.fwd_shape, False), (block_pass.bwd_shape, True):
-            block_lists = lists.planned_block_pairs([block_pass.mask], shape, False)[0].lists(kv_major)
-            size += block_lists.spans.nbytes + block_lists.block.nbytes + block_lists.tile.nbytes
+        for shape, transposed in (block_pass.fwd_shape, False), (block_pass.bwd_shape, True):
+            block_lists = lists.planned_block_pairs([block_pass.mask], shape, False)[0].lists(transposed)
+            size += block_lists.spans.nbytes + block_lists.inner_block.nbytes + block_lists.mask_tile.nbytes
     return size
 
 

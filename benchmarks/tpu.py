@@ -148,7 +148,7 @@ class Arithmetic:
 
     def __init__(self, steps: Steps, count: int):
         words, self.scalars, self.count = np.asarray(steps.words), [], count
-        self.minors = largest_bit_mask((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1))
+        self.inners = largest_bit_mask((words >> FLAG_BITS) & ((1 << steps.inner_bits) - 1))
         self.tiles = None if steps.tiles is None else largest_bit_mask(np.asarray(steps.tiles))
         self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == PARTIAL))
 
@@ -157,12 +157,12 @@ class Arithmetic:
         row = (step * self.rows) >> 12
         kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, PARTIAL, FULL)
         first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
-        return Step(row, step & self.minors, kind, first.astype(jnp.int32), last.astype(jnp.int32))
+        return Step(row, step & self.inners, kind, first.astype(jnp.int32), last.astype(jnp.int32))
 
     def mask_tile(self, scalars, batch, head, step):
         return None if self.tiles is None else ((jnp.int32(step) * self.masked) >> 12) & self.tiles
 
-    def read_active_rows_mask(self, scalars, batch, head, step):
+    def read_active_query_groups(self, scalars, batch, head, step):
         return None
 
 

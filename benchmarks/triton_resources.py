@@ -101,9 +101,9 @@ class Launch:
         """The bytes of shared memory that the library reckons with; 0 if it does not."""
         if self.name == "compact":
             return 0
-        major, minor = reversed(self.tiles) if self.by_keys else self.tiles
+        outer, inner = reversed(self.tiles) if self.by_keys else self.tiles
         sizes = self.constants["A"].D, self.constants["A"].DV
-        launch_settings = settings.Settings(major, minor, self.num_warps, self.num_stages)
+        launch_settings = settings.Settings(outer, inner, self.num_warps, self.num_stages)
         itemsize = jnp.dtype(self.dtypes[0]).itemsize
         return settings.shared_memory(self.name, launch_settings, itemsize, sizes, self.device.capability)
 

@@ -138,16 +138,16 @@ def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
     wide, precision = _arithmetic(query)
 
     def attend_q_block(_, inputs):
-        major, q, span = inputs  # q [B, K, G * bq, H]
+        outer, q, span = inputs  # q [B, K, G * bq, H]
         q = q.astype(wide) * call.scale
 
         def step(masked, entry, state):
             m_i, l_i, acc = state  # [B, K, G * bq], the same, [B, K, G * bq, Hv]
-            kv_block = blocks.minor_block(entry)
-            k, v = (blocks.load(x, major.first_kv + kv_block) for x in (blocks.key, blocks.value))
+            kv_block = blocks.inner_block(entry)
+            k, v = (blocks.load(x, outer.first_kv + kv_block) for x in (blocks.key, blocks.value))
             scores = _soft_cap(jnp.einsum("bkqd,bksd->bkqs", q, k, precision=precision), call)[0]
             if masked:
-                scores = jnp.where(blocks.allowed(major, major.number, kv_block, entry), scores, -jnp.inf)
+                scores = jnp.where(blocks.allowed(outer, outer.number, kv_block, entry), scores, -jnp.inf)
             m_new = jnp.maximum(m_i, scores.max(-1))
             shift = jnp.where(m_new == -jnp.inf, 0, m_new)
             p, alpha = jnp.exp(scores - shift[..., None]), jnp.exp(m_i - shift)
@@ -159,7 +159,7 @@ def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
         m_i, l_i, acc = blocks.loop(span, step, state)
         return None, (acc / jnp.where(l_i == 0, 1, l_i)[..., None], m_i + jnp.log(l_i))
 
-    _, (out, lse) = lax.scan(attend_q_block, None, (blocks.major_blocks, blocks.query, blocks.spans))
+    _, (out, lse) = lax.scan(attend_q_block, None, (blocks.outer_blocks, blocks.query, blocks.spans))
     return blocks.by_token(out), blocks.by_token(lse, -jnp.inf)
 
 
@@ -173,20 +173,20 @@ def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, 
     product = functools.partial(jnp.einsum, precision=precision)
 
     def attend_kv_block(dq, inputs):
-        major, span = inputs
-        kv_block = major.number
-        k, v = (blocks.load(x, major.first_kv + kv_block) for x in (blocks.key, blocks.value))
+        outer, span = inputs
+        kv_block = outer.number
+        k, v = (blocks.load(x, outer.first_kv + kv_block) for x in (blocks.key, blocks.value))
 
         def step(masked, entry, state):
             dk, dv, dq = state
-            q_block = blocks.minor_block(entry)
-            index = major.first_q + q_block
+            q_block = blocks.inner_block(entry)
+            index = outer.first_q + q_block
             # Scaled as in the forward pass: rounded otherwise, huge scores would fall below their lse.
             q, do = blocks.load(blocks.query, index) * call.scale, blocks.load(dout, index)
             scores, slope = _soft_cap(product("bkqd,bksd->bkqs", q, k), call)
             p = _exp_below_lse(scores, blocks.load(lse, index)[..., None])
             if masked:
-                p = jnp.where(blocks.allowed(major, q_block, kv_block, entry), p, 0)
+                p = jnp.where(blocks.allowed(outer, q_block, kv_block, entry), p, 0)
             ds = p * (product("bkqd,bksd->bkqs", do, v) - blocks.load(delta, index)[..., None])
             if slope is not None:
                 ds = ds * slope
@@ -199,7 +199,7 @@ def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, 
         return dq, (dk, dv)
 
     dq = jnp.zeros_like(blocks.query, wide)
-    dq, dkv = lax.scan(attend_kv_block, dq, (blocks.major_blocks, blocks.spans))
+    dq, dkv = lax.scan(attend_kv_block, dq, (blocks.outer_blocks, blocks.spans))
     dk, dv = (blocks.by_key_token(x, blocks.layout.lists) for x in dkv)
     return blocks.by_token(dq * call.scale), dk, dv
 
@@ -284,20 +284,20 @@ def _sum_over_pairs(
     blocks = _Blocks.of(pass_blocks, False, by_query[0], *kv)
     operands = tuple(map(blocks.q_blocks, by_query)), (blocks.key, blocks.value)
     # Lists are contiguous. Entries behind the last one repeat it, so that no block is read that no query selected.
-    spans, major_blocks = jnp.asarray(blocks.spans), jax.tree.map(jnp.asarray, blocks.major_blocks)
-    entries = jnp.arange(len(blocks.lists.block))
+    spans, outer_blocks = jnp.asarray(blocks.spans), jax.tree.map(jnp.asarray, blocks.outer_blocks)
+    entries = jnp.arange(len(blocks.lists.inner_block))
     live = entries < spans[-1, 2]
     entries = jnp.minimum(entries, jnp.maximum(spans[-1, 2] - 1, 0))
     list_numbers = jnp.minimum(jnp.searchsorted(spans[:, 2], entries, side="right"), len(spans) - 1)
 
     @jax.checkpoint
     def attend_entry(operands, list_number, entry, live):
-        major, kv_block = jax.tree.map(lambda x: x[list_number], major_blocks), blocks.minor_block(entry)
+        outer, kv_block = jax.tree.map(lambda x: x[list_number], outer_blocks), blocks.inner_block(entry)
         free = entry < spans[list_number, 1]
         allowed = live
         if blocks.has_entries(masked=True):
-            allowed = live & (free | blocks.allowed(major, major.number, kv_block, entry))
-        indices = major.first_q + major.number, major.first_kv + kv_block
+            allowed = live & (free | blocks.allowed(outer, outer.number, kv_block, entry))
+        indices = outer.first_q + outer.number, outer.first_kv + kv_block
         loaded = [tuple(blocks.load(x, i) for x in arrays) for arrays, i in zip(operands, indices, strict=True)]
         return indices, *attend_pair(*loaded, allowed)
 
@@ -338,8 +338,8 @@ def _arithmetic(query: jax.Array):
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-class _MajorBlock(NamedTuple):
-    """The major block of a list, and the blocks of its operands; or the arrays of all major blocks."""
+class _OuterBlock(NamedTuple):
+    """The outer block of a list, and the blocks of its operands; or the arrays of all outer blocks."""
 
     number: Any  # number of the block
     first_q: Any  # index of the list's first query block
@@ -405,7 +405,7 @@ class _Blocks:
         lists = pass_blocks.pairs.lists(dkv)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
         orders, shape = (pass_blocks.q_order, pass_blocks.kv_order), pass_blocks.shape
-        rows = tuple(n * size for n, size in zip(pass_blocks.pairs.blocks, shape, strict=True))
+        rows = tuple(n * size for n, size in zip(pass_blocks.pairs.num_blocks, shape, strict=True))
 
         def in_blocks(ids):
             if ids is None:
@@ -420,21 +420,21 @@ class _Blocks:
 
     @property
     def spans(self) -> Any:
-        """[major blocks of all lists, 3], see `BlockLists`."""
+        """[outer blocks of all lists, 3], see `BlockLists`."""
         return self.lists.spans.reshape(-1, 3)
 
     @property
-    def major_blocks(self) -> _MajorBlock:
-        """The major blocks of all lists, in the order of the spans."""
-        batches, lists, major = self.lists.spans.shape[:3]
-        batch, list_number, number = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, major)))
-        queries, keys = self.pass_blocks.pairs.blocks
+    def outer_blocks(self) -> _OuterBlock:
+        """The outer blocks of all lists, in the order of the spans."""
+        batches, lists, outer = self.lists.spans.shape[:3]
+        batch, list_number, number = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, outer)))
+        queries, keys = self.pass_blocks.pairs.num_blocks
         kv_list = batch * self.layout.kv_lists + list_number * self.layout.kv_lists // lists
-        return _MajorBlock(number, (batch * lists + list_number) * queries, kv_list * keys, batch)
+        return _OuterBlock(number, (batch * lists + list_number) * queries, kv_list * keys, batch)
 
     def q_blocks(self, x: jax.Array) -> jax.Array:
         """Returns [lists' blocks, B, K, G * bq, ...] from [B, T, N, ...] by token."""
-        blocks, rows = self.pass_blocks.pairs.blocks[0], self.pass_blocks.shape[0]
+        blocks, rows = self.pass_blocks.pairs.num_blocks[0], self.pass_blocks.shape[0]
         x = self.pass_blocks.q_order.gather(x, blocks * rows)
         return self.layout.to_blocks(x, rows, self.layout.lists, self.layout.group)
 
@@ -450,9 +450,9 @@ class _Blocks:
         group = lists // self.layout.kv_lists
         return x if group == 1 else x.reshape(b, s, heads // group, group, size).sum(3)
 
-    def minor_block(self, entry: jax.Array) -> jax.Array:
-        """Returns the minor block of an entry."""
-        return lax.dynamic_index_in_dim(jnp.asarray(self.lists.block), entry, keepdims=False)
+    def inner_block(self, entry: jax.Array) -> jax.Array:
+        """Returns the inner block of an entry."""
+        return lax.dynamic_index_in_dim(jnp.asarray(self.lists.inner_block), entry, keepdims=False)
 
     def load(self, x: jax.Array, index: jax.Array) -> jax.Array:
         """Returns one block in the accumulator's dtype."""
@@ -470,7 +470,7 @@ class _Blocks:
                 state = lax.fori_loop(span[start], span[start + 1], functools.partial(step, masked), state)
         return state
 
-    def allowed(self, major: _MajorBlock, q_block: jax.Array, kv_block: jax.Array, entry: jax.Array) -> jax.Array:
+    def allowed(self, outer: _OuterBlock, q_block: jax.Array, kv_block: jax.Array, entry: jax.Array) -> jax.Array:
         """Returns bools [.., G * bq, bkv]: the pairs of a masked entry that may attend."""
         (bq, bkv), pass_blocks, lists = self.pass_blocks.shape, self.pass_blocks, self.lists
         limits = [jnp.ones((bq, bkv), bool)]
@@ -478,24 +478,24 @@ class _Blocks:
             q_rows, kv_rows = q_block * bq + jnp.arange(bq)[:, None], kv_block * bkv + jnp.arange(bkv)[None, :]
             limits.append(pass_blocks.rule(q_rows, kv_rows))
         elif pass_blocks.tiles is not None:
-            number = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
+            number = lax.dynamic_index_in_dim(jnp.asarray(lists.mask_tile), entry, keepdims=False)
             tile = lax.dynamic_index_in_dim(jnp.asarray(pass_blocks.tiles), jnp.maximum(number, 0), keepdims=False)
             limits.append(tile | (number < 0))
-        if lists.active_rows_mask is not None:
-            bits = lax.dynamic_index_in_dim(lists.active_rows_mask, entry, keepdims=False)
+        if lists.active_query_groups is not None:
+            bits = lax.dynamic_index_in_dim(lists.active_query_groups, entry, keepdims=False)
             q_group = np.arange(bq, dtype=np.int32) // pass_blocks.granularity
             limits.append(((bits >> q_group) & 1).astype(bool)[:, None])
         if self.segments is not None:
-            q, k = self._ids_of_pair(self.segments, major, q_block, kv_block)
+            q, k = self._ids_of_pair(self.segments, outer, q_block, kv_block)
             limits.append((q == k) & (q >= 0))  # [B, 1, bq, bkv]
         if self.order_ids is not None:
-            q, k = self._ids_of_pair(self.order_ids, major, q_block, kv_block)
+            q, k = self._ids_of_pair(self.order_ids, outer, q_block, kv_block)
             limits.append(k <= q)
         allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in limits))
         return jnp.tile(allowed, (1, 1, self.layout.group, 1))
 
-    def _ids_of_pair(self, ids: list[jax.Array], major: _MajorBlock, q_block: jax.Array, kv_block: jax.Array):
+    def _ids_of_pair(self, ids: list[jax.Array], outer: _OuterBlock, q_block: jax.Array, kv_block: jax.Array):
         """Returns the ids of a query block [B, 1, bq, 1] and of a key block [B, 1, 1, bkv]."""
-        sides = zip(ids, self.pass_blocks.pairs.blocks, (q_block, kv_block), strict=True)
-        q, k = (lax.dynamic_index_in_dim(x, major.batch * n + i, keepdims=False) for x, n, i in sides)
+        sides = zip(ids, self.pass_blocks.pairs.num_blocks, (q_block, kv_block), strict=True)
+        q, k = (lax.dynamic_index_in_dim(x, outer.batch * n + i, keepdims=False) for x, n, i in sides)
         return q[..., :, None], k[..., None, :]

@@ -1,8 +1,8 @@
-"""Block lists: for each block of the major side, the blocks of the minor side that it meets, as arrays for kernels.
+"""Block lists: for each outer block, the inner blocks that it meets, as arrays for kernels.
 
-The major side is that of the outer loop: query blocks forward and for dq, key blocks for dk and dv (kv-major)::
+The outer blocks are those of the outer loop: query blocks forward and for dq, key blocks for dk and dv (transposed)::
 
-    block pairs                 lists of query blocks         lists of key blocks (kv-major)
+    block pairs                 lists of query blocks         lists of key blocks (transposed)
     row  column  state          0: 0*                         0: 1 0* 2*
      0     0     PARTIAL        1: 0 1*                       1: 1* 2*
      1     0     FULL           2: 0* 1*                      FULL entries come first, PARTIAL ones (*) after them
@@ -10,7 +10,7 @@ The major side is that of the outer loop: query blocks forward and for dq, key b
 
 Lists are data, not constants of a compilation: a longer list compiles nothing anew. One builder makes them all, a
 stable sort of `BlockPairs`: by numpy for planned pairs, by XLA under jit for pairs of documents and selections.
-`BlockPairs.lists(kv_major=True)` returns the transposed lists. The pairs of selections are `selected_block_pairs`.
+`BlockPairs.lists(transposed=True)` returns the transposed lists. The pairs of selections are `selected_block_pairs`.
 """
 
 import dataclasses
@@ -30,26 +30,26 @@ from .row_orders import Reordered, RowOrder, mask_period
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["spans", "block", "tile", "active_rows_mask"],
-    meta_fields=["minor_blocks", "group"],
+    data_fields=["spans", "inner_block", "mask_tile", "active_query_groups"],
+    meta_fields=["num_inner_blocks", "heads_per_list"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The lists of the major blocks: in each, FULL entries come first, then PARTIAL ones.
+    """The lists of the outer blocks: in each, FULL entries come first, then PARTIAL ones.
 
     Arrays are numpy's if the pairs are planned, JAX's otherwise. Batch entry b and query head h have list
-    ``(b % LB, h // group % LH)``; a major block without entries has an empty list.
+    ``(b % LB, h // heads_per_list % LH)``; an outer block without entries has an empty list.
     """
 
-    # int32 [LB, LH, blocks, 3], for each major block the index of its first entry, of its first PARTIAL entry, and its
-    # end. Lists may lie anywhere in ``block``, in any order.
+    # int32 [LB, LH, blocks, 3], for each outer block the index of its first entry, of its first PARTIAL entry, and its
+    # end. Lists may lie anywhere in ``inner_block``, in any order.
     spans: Any
-    block: Any  # int32 [entries], the minor block of each entry
-    tile: Any  # int32 [entries], the mask tile of a PARTIAL entry; -1 if segment ids alone limit it
-    # int32 [entries], or None: bit i is set if the i-th part of the query block selected this entry.
-    active_rows_mask: Any
-    minor_blocks: int  # number of blocks on the minor side
-    group: int = 1  # number of neighbouring query heads that share a list
+    inner_block: Any  # int32 [entries], the inner block of each entry
+    mask_tile: Any  # int32 [entries], the mask tile of a PARTIAL entry; -1 if segment ids alone limit it
+    # int32 [entries], or None: bit i is set if query group i of the query block selected this entry.
+    active_query_groups: Any
+    num_inner_blocks: int  # number of blocks on the inner side
+    heads_per_list: int = 1  # number of neighbouring query heads that share a list
 
     @property
     def counts(self) -> Any:
@@ -66,65 +66,69 @@ class BlockLists:
 class BlockPairs:
     """Pairs of blocks that may be active, in any order, each once."""
 
-    row: Any  # int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB
-    column: Any  # int32 [LB, LH, n], the block of keys
-    kind: Any  # integers [LB, LH, n], EMPTY, PARTIAL or FULL
-    tile: Any  # int32 [LB, LH, n], the mask tile of PARTIAL ones; -1 for none
-    active_rows_mask: Any  # int32 [LB, LH, n], or None; see `BlockLists`
-    blocks: tuple[int, int]  # number of query blocks and of key blocks
-    group: int = 1  # see `BlockLists`
+    q_block: Any  # int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB
+    kv_block: Any  # int32 [LB, LH, n], the block of keys
+    state: Any  # integers [LB, LH, n], EMPTY, PARTIAL or FULL
+    mask_tile: Any  # int32 [LB, LH, n], the mask tile of PARTIAL ones; -1 for none
+    active_query_groups: Any  # int32 [LB, LH, n], or None; see `BlockLists`
+    num_blocks: tuple[int, int]  # number of query blocks and of key blocks
+    heads_per_list: int = 1  # see `BlockLists`
     # Number of pairs of each row, one row after the other, if rows are known at run time only; else None.
     max_in_row: int | None = None
 
-    def longest(self, kv_major: bool) -> int:
+    def longest(self, transposed: bool) -> int:
         """Returns a static bound of the entries of a list."""
-        major = self.column if kv_major else self.row
-        if isinstance(major, np.ndarray):
-            lines = major.reshape(-1, major.shape[-1])
+        outer = self.kv_block if transposed else self.q_block
+        if isinstance(outer, np.ndarray):
+            lines = outer.reshape(-1, outer.shape[-1])
             return max((int(np.bincount(line).max(initial=0)) for line in lines), default=0)
-        bound = self.blocks[not kv_major]
-        return bound if kv_major or self.max_in_row is None else min(bound, self.max_in_row)
+        bound = self.num_blocks[not transposed]
+        return bound if transposed or self.max_in_row is None else min(bound, self.max_in_row)
 
-    def sorted(self, kv_major: bool) -> "BlockPairs":
+    def sorted(self, transposed: bool) -> "BlockPairs":
         """Returns the planned pairs sorted by query block, or by key block with the last query block first.
 
         Lists of key blocks often end at the same queries and start at different ones. In this order, neighbouring
         lists read the same queries first, while these are in caches.
         """
-        step = -1 if kv_major else 1
-        major = np.where(self.kind == EMPTY, max(self.blocks), self.column if kv_major else self.row)[..., ::step]
-        order = np.argsort(major, kind="stable")
-        order = major.shape[-1] - 1 - order if kv_major else order
-        row, column, kind, tile = (
-            np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
+        step = -1 if transposed else 1
+        outer = np.where(self.state == EMPTY, max(self.num_blocks), self.kv_block if transposed else self.q_block)[
+            ..., ::step
+        ]
+        order = np.argsort(outer, kind="stable")
+        order = outer.shape[-1] - 1 - order if transposed else order
+        q_block, kv_block, state, mask_tile = (
+            np.take_along_axis(x, order, -1) for x in (self.q_block, self.kv_block, self.state, self.mask_tile)
         )
         # Padding of shorter lists counts as the last block's.
-        row, column = (np.where(kind == EMPTY, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
-        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
+        q_block, kv_block = (
+            np.where(state == EMPTY, n - 1, x) for x, n in zip((q_block, kv_block), self.num_blocks, strict=True)
+        )
+        return dataclasses.replace(self, q_block=q_block, kv_block=kv_block, state=state, mask_tile=mask_tile)
 
-    def starts(self, kv_major: bool) -> np.ndarray | None:
+    def starts(self, transposed: bool) -> np.ndarray | None:
         """Returns the index of each block's first pair, int32 [LH, blocks + 1], if pairs are sorted; else None."""
-        major, blocks = (self.column, self.blocks[1]) if kv_major else (self.row, self.blocks[0])
-        if isinstance(major, np.ndarray):
-            lines = major[0]
+        outer, num_blocks = (self.kv_block, self.num_blocks[1]) if transposed else (self.q_block, self.num_blocks[0])
+        if isinstance(outer, np.ndarray):
+            lines = outer[0]
             if (np.diff(lines) < 0).any():
                 return None
-            return np.stack([np.searchsorted(line, np.arange(blocks + 1)) for line in lines]).astype(np.int32)
-        if kv_major or self.max_in_row is None:
+            return np.stack([np.searchsorted(line, np.arange(num_blocks + 1)) for line in lines]).astype(np.int32)
+        if transposed or self.max_in_row is None:
             return None
-        heads = self.kind.shape[1]
-        return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.max_in_row, (heads, 1))
+        heads = self.state.shape[1]
+        return np.tile(np.arange(num_blocks + 1, dtype=np.int32) * self.max_in_row, (heads, 1))
 
-    def lists(self, kv_major: bool) -> BlockLists:
+    def lists(self, transposed: bool) -> BlockLists:
         """Returns the lists of query blocks, or of key blocks; entries of a list stay in the order of the pairs."""
-        xp: Any = np if isinstance(self.kind, np.ndarray) else jnp
-        major, minor = (self.column, self.row) if kv_major else (self.row, self.column)
-        batches, heads, n = self.kind.shape
-        blocks = self.blocks[kv_major]
-        lines = batches * heads * blocks
-        first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
+        xp: Any = np if isinstance(self.state, np.ndarray) else jnp
+        outer, inner = (self.kv_block, self.q_block) if transposed else (self.q_block, self.kv_block)
+        batches, heads, n = self.state.shape
+        num_blocks = self.num_blocks[transposed]
+        lines = batches * heads * num_blocks
+        first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * num_blocks
         key = xp.where(
-            self.kind == EMPTY, 2 * lines, 2 * (first + major) + (self.kind == PARTIAL).astype(np.int32)
+            self.state == EMPTY, 2 * lines, 2 * (first + outer) + (self.state == PARTIAL).astype(np.int32)
         ).ravel()
         bounds = np.arange(2 * lines + 1, dtype=np.int32)
         if xp is np:
@@ -135,32 +139,45 @@ class BlockPairs:
             places = jax.lax.iota(jnp.int32, len(key))
             key, order = jax.lax.sort((key, places), num_keys=1, is_stable=True)
             ends = jnp.searchsorted(key, bounds, method="scan_unrolled").astype(jnp.int32)
-        spans = xp.stack([ends[:-1:2], ends[1::2], ends[2::2]], axis=-1).reshape(batches, heads, blocks, 3)
+        spans = xp.stack([ends[:-1:2], ends[1::2], ends[2::2]], axis=-1).reshape(batches, heads, num_blocks, 3)
 
         def sorted_(x):
             return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
 
-        block, tile, active_rows_mask = (sorted_(x) for x in (minor, self.tile, self.active_rows_mask))
-        return BlockLists(spans, block, tile, active_rows_mask, self.blocks[not kv_major], self.group)
+        inner_block, mask_tile, active_query_groups = (
+            sorted_(x) for x in (inner, self.mask_tile, self.active_query_groups)
+        )
+        return BlockLists(
+            spans, inner_block, mask_tile, active_query_groups, self.num_blocks[not transposed], self.heads_per_list
+        )
 
-    def cut_minor_blocks(self, cuts: int, kv_major: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
-        """Returns the pairs of smaller minor blocks; computed on the device, where there may be millions.
+    def cut_inner_blocks(self, cuts: int, transposed: bool, states: np.ndarray, num_inner_blocks: int) -> "BlockPairs":
+        """Returns the pairs of smaller inner blocks; computed on the device, where there may be millions.
 
         Args:
-          cuts: smaller blocks in a block; cut c of a mask tile becomes the tile ``tile * cuts + c``.
-          kv_major: True if queries are the minor side; their last cuts come first then, as in `sorted`.
+          cuts: smaller blocks in a block; cut c of a mask tile becomes the tile ``mask_tile * cuts + c``.
+          transposed: True if queries are the inner side; their last cuts come first then, as in `sorted`.
           states: EMPTY, PARTIAL or FULL of each cut, [1 + tiles, cuts]; row 0 is that of a FULL block.
-          minor_blocks: number of smaller blocks; the last block may have fewer than ``cuts``.
+          num_inner_blocks: number of smaller blocks; the last block may have fewer than ``cuts``.
         """
-        major, minor = (self.column, self.row) if kv_major else (self.row, self.column)
-        major, minor, kind, tile = (jnp.repeat(x, cuts, axis=-1) for x in (major, minor, self.kind, self.tile))
-        cut = jnp.tile(np.arange(cuts, dtype=np.int32)[:: -1 if kv_major else 1], self.kind.shape[-1])
-        minor = minor * cuts + cut
-        kind = jnp.where((kind == EMPTY) | (minor >= minor_blocks), EMPTY, jnp.asarray(states)[tile + 1, cut])
-        tile = jnp.where(kind == PARTIAL, tile * cuts + cut, -1)
-        sides, numbers = (major, jnp.minimum(minor, minor_blocks - 1)), (self.blocks[kv_major], minor_blocks)
-        (row, column), blocks = (sides[::-1], numbers[::-1]) if kv_major else (sides, numbers)
-        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
+        outer, inner = (self.kv_block, self.q_block) if transposed else (self.q_block, self.kv_block)
+        outer, inner, state, mask_tile = (
+            jnp.repeat(x, cuts, axis=-1) for x in (outer, inner, self.state, self.mask_tile)
+        )
+        cut = jnp.tile(np.arange(cuts, dtype=np.int32)[:: -1 if transposed else 1], self.state.shape[-1])
+        inner = inner * cuts + cut
+        state = jnp.where(
+            (state == EMPTY) | (inner >= num_inner_blocks), EMPTY, jnp.asarray(states)[mask_tile + 1, cut]
+        )
+        mask_tile = jnp.where(state == PARTIAL, mask_tile * cuts + cut, -1)
+        sides, numbers = (
+            (outer, jnp.minimum(inner, num_inner_blocks - 1)),
+            (self.num_blocks[transposed], num_inner_blocks),
+        )
+        (q_block, kv_block), num_blocks = (sides[::-1], numbers[::-1]) if transposed else (sides, numbers)
+        return dataclasses.replace(
+            self, q_block=q_block, kv_block=kv_block, state=state, mask_tile=mask_tile, num_blocks=num_blocks
+        )
 
     def limit(
         self,
@@ -176,18 +193,18 @@ class BlockPairs:
         if segments is None:
             return self
         q_ids, kv_ids = (IdRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
-        a, b = q_ids.take(self.row), kv_ids.take(self.column)
+        a, b = q_ids.take(self.q_block), kv_ids.take(self.kv_block)
         meet = (a.min_valid <= b.max_id) & (b.min_valid <= a.max_id)
         all_meet = (a.min_id == a.max_id) & (b.min_id == b.max_id) & (a.min_id == b.min_id)
         if order_ids is not None:
             least, largest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
             sides = zip(orders, order_ids, shape, (least, largest), strict=True)
             q_ids, kv_ids = (IdRanges.of_blocks(*side) for side in sides)
-            a, b = q_ids.take(self.row), kv_ids.take(self.column)
+            a, b = q_ids.take(self.q_block), kv_ids.take(self.kv_block)
             meet, all_meet = meet & (b.min_id <= a.max_id), all_meet & (b.max_id <= a.min_id)
-        kind = jnp.where((self.kind == FULL) & ~all_meet, PARTIAL, self.kind)
-        kind = jnp.where(meet, kind, EMPTY)
-        return dataclasses.replace(self, kind=kind)
+        state = jnp.where((self.state == FULL) & ~all_meet, PARTIAL, self.state)
+        state = jnp.where(meet, state, EMPTY)
+        return dataclasses.replace(self, state=state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,12 +253,12 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
     blocks = grid_shape(masks[0], shape)
     grids = [active_blocks(mask, *blocks, *shape) for mask in masks]
     n = max(len(grid.rows) for grid in grids)
-    row, column, kind = np.zeros((3, 1, len(masks), n), np.int32)
+    row, column, state = np.zeros((3, 1, len(masks), n), np.int32)
     tile = np.full((1, len(masks), n), -1, np.int32)
     distinct: dict[bytes, int] = {}
     for head, (mask, grid) in enumerate(zip(masks, grids, strict=True)):
         entries = 0, head, slice(len(grid.rows))
-        row[entries], column[entries], kind[entries] = grid.rows, grid.columns, grid.states
+        row[entries], column[entries], state[entries] = grid.rows, grid.columns, grid.states
         partial = np.flatnonzero(grid.states == PARTIAL)
         if with_tiles:
             rows, columns = grid.rows[partial], grid.columns[partial]
@@ -255,7 +272,7 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
     tiles = None
     if with_tiles:
         tiles = np.frombuffer(b"".join(distinct), np.uint8).reshape(len(distinct), shape[0], -(-shape[1] // 8))
-    return BlockPairs(row, column, kind, tile, None, blocks), tiles
+    return BlockPairs(row, column, state, tile, None, blocks), tiles
 
 
 def _tile_classes(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -266,8 +283,8 @@ def _tile_classes(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape:
     q, kv = rows.astype(np.int64) * shape[0], columns.astype(np.int64) * shape[1]
     last = (q + shape[0] > mask.q_order.rows) | (kv + shape[1] > mask.kv_order.rows)  # beyond are no tokens
     keys = np.stack([np.where(last, -1 - q, q % period), q - kv])
-    _, first, kinds = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    return first, kinds.ravel()
+    _, first, tile_class = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    return first, tile_class.ravel()
 
 
 def grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
@@ -290,12 +307,12 @@ def unpack_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
 
 def run_time_block_pairs(mask: jax.Array, shape: tuple[int, int]) -> tuple[BlockPairs, jax.Array]:
     """Returns all blocks of a run-time mask [C, T, S] in natural order, and their tiles, bool [C * blocks, bq, bkv]."""
-    tiles, kind = tiled(mask, shape)
-    heads, rows, columns = kind.shape
+    tiles, state = tiled(mask, shape)
+    heads, rows, columns = state.shape
     row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
     tile = np.arange(heads * rows * columns, dtype=np.int32).reshape(1, heads, -1)
     row, column = (np.broadcast_to(x, tile.shape) for x in (row, column))
-    return BlockPairs(row, column, kind.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
+    return BlockPairs(row, column, state.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
 
 
 def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
@@ -340,8 +357,8 @@ def selected_block_pairs(
       start: the query block of ``table`` that is the first of these queries.
       ordered: True sorts the blocks of a row. False keeps the order of ``ids`` in rows of up to `MAX_COMPARED` blocks.
     """
-    bq, (rows, columns), classes = shape[0], table.blocks, table.states.shape[0]
-    if classes > 1:  # lists differ by head in two ways
+    bq, (rows, columns), num_masks = shape[0], table.blocks, table.states.shape[0]
+    if num_masks > 1:  # lists differ by head in two ways
         ids = jnp.repeat(ids, heads // ids.shape[2], axis=2)
     if not ids.shape[-1]:
         ids = jnp.full((*ids.shape[:-1], 1), -1, jnp.int32)  # kernels want arrays that are not empty
@@ -363,26 +380,33 @@ def selected_block_pairs(
         column, group = jnp.divmod(codes, num_groups)
         is_live = differs(codes)
     is_live = is_live & (column < columns)
-    active_rows_mask: Any = None
+    active_query_groups: Any = None
     all_select: Any = True
     if num_groups > 1:
-        active_rows_mask = _sum_of_equals(column, jnp.where(is_live, 1 << group, 0))
+        active_query_groups = _sum_of_equals(column, jnp.where(is_live, 1 << group, 0))
         is_live = is_live & differs(column)
-        # Only the last block may have fewer parts than others, those that come first.
+        # Only the last block may have fewer query groups than others.
         groups_of_block = np.minimum(num_groups, tq - np.arange(num_blocks) * num_groups)
-        full_word = np.array([(1 << int(n)) - 1 for n in groups_of_block], np.uint32).view(np.int32)
-        all_select = active_rows_mask == full_word.reshape(1, 1, num_blocks, 1)
-    if repeats > 1:  # there are no parts then
+        all_groups = np.array([(1 << int(n)) - 1 for n in groups_of_block], np.uint32).view(np.int32)
+        all_select = active_query_groups == all_groups.reshape(1, 1, num_blocks, 1)
+    if repeats > 1:  # a block is no larger than a query group then
         is_live, column = (jnp.repeat(x, repeats, axis=2)[:, :, :rows] for x in (is_live, column))
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
     column = jnp.minimum(column, columns - 1)
-    states = table.lookup(np.arange(lists)[:, None, None] % classes, row + start, column)
-    kind = jnp.where((states == _IS_FULL) & all_select, FULL, PARTIAL)
-    kind = jnp.where(is_live & (states != _IS_EMPTY), kind, EMPTY)
+    table_entries = table.lookup(np.arange(lists)[:, None, None] % num_masks, row + start, column)
+    state = jnp.where((table_entries == _IS_FULL) & all_select, FULL, PARTIAL)
+    state = jnp.where(is_live & (table_entries != _IS_EMPTY), state, EMPTY)
     pairs = BlockPairs(
-        row, column, kind, jnp.maximum(states, -1), active_rows_mask, table.blocks, heads // lists, num_groups * k
+        row,
+        column,
+        state,
+        jnp.maximum(table_entries, -1),
+        active_query_groups,
+        table.blocks,
+        heads // lists,
+        num_groups * k,
     )
-    names = ("row", "column", "kind", "tile") + (("active_rows_mask",) if num_groups > 1 else ())
+    names = ("q_block", "kv_block", "state", "mask_tile") + (("active_query_groups",) if num_groups > 1 else ())
     n = column.shape[2] * column.shape[3]
     flat = {name: getattr(pairs, name).reshape(batch, lists, n) for name in names}
     return dataclasses.replace(pairs, **flat)
@@ -438,9 +462,9 @@ def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: 
     pairs, tiles = planned_block_pairs(masks, (shape[0] * blocks_per_row, shape[1]), with_tiles)
     states = np.full((len(masks), -(-blocks[0] // blocks_per_row), blocks[1]), _IS_EMPTY, np.int32)
     for head, cells in enumerate(states):
-        live = pairs.kind[0, head] != EMPTY
-        entries = np.where(pairs.kind[0, head] == FULL, _IS_FULL, pairs.tile[0, head])
-        cells[pairs.row[0, head][live], pairs.column[0, head][live]] = entries[live]
+        live = pairs.state[0, head] != EMPTY
+        entries = np.where(pairs.state[0, head] == FULL, _IS_FULL, pairs.mask_tile[0, head])
+        cells[pairs.q_block[0, head][live], pairs.kv_block[0, head][live]] = entries[live]
     if tiles is not None:
         tiles = tiles.reshape(-1, shape[0], tiles.shape[-1])
     return StateTable(states, blocks, blocks_per_row), tiles
@@ -449,5 +473,5 @@ def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: 
 def run_time_state_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
     """Returns the table of a run-time mask [C, T, S], and its tiles as `run_time_block_pairs` has them."""
     pairs, tiles = run_time_block_pairs(mask, shape)
-    entries = jnp.where(pairs.kind == FULL, _IS_FULL, jnp.where(pairs.kind == EMPTY, _IS_EMPTY, pairs.tile))
-    return StateTable(entries.reshape(len(mask), *pairs.blocks), pairs.blocks, 1), tiles
+    entries = jnp.where(pairs.state == FULL, _IS_FULL, jnp.where(pairs.state == EMPTY, _IS_EMPTY, pairs.mask_tile))
+    return StateTable(entries.reshape(len(mask), *pairs.num_blocks), pairs.num_blocks, 1), tiles

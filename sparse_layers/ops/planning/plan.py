@@ -78,7 +78,7 @@ class Pass:
     def active_blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns row, column and state of each block that the forward pass computes, int32 [fwd_blocks] each."""
         pairs, _ = planned_block_pairs([self.mask], self.fwd_shape, False)
-        return pairs.row[0, 0], pairs.column[0, 0], pairs.kind[0, 0]
+        return pairs.q_block[0, 0], pairs.kv_block[0, 0], pairs.state[0, 0]
 
     @property
     def _grid_shape(self) -> tuple[int, int]:

@@ -45,40 +45,44 @@ def given(t, s, heads=(1, 1), **arrays):
 # --- lists -----------------------------------------------------------------------------------------------------------
 
 
-def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
-    """How often each pair of rows is computed by a kernel that follows the lists: int [major rows, minor rows].
+def decoded(found, outer, inner, dkv, batch=0, head=0, may_meet=True):
+    """How often each pair of rows is computed by a kernel that follows the lists: int [outer rows, inner rows].
 
     Args:
       found: lists of all batch entries and heads.
-      major, minor: how rows are cut.
-      dkv: whether the major side is that of keys.
+      outer, inner: how rows are cut.
+      dkv: whether the outer side is that of keys.
       batch, head: whose list.
-      may_meet: bool [major rows, minor rows], which pairs of masked blocks segments allow.
+      may_meet: bool [outer rows, inner rows], which pairs of masked blocks segments allow.
     """
     lists = found.block_lists
-    spans, block, tile, words = (np.asarray(x) for x in (lists.spans, lists.block, lists.tile, found.mask_bits))
+    spans, block, tile, words = (
+        np.asarray(x) for x in (lists.spans, lists.inner_block, lists.mask_tile, found.mask_bits)
+    )
     assert {x.dtype for x in (spans, block, tile, words)} == {np.dtype(np.int32)}
     # Heads that are packed have a bit in common, and a block of queries one word.
-    wide = minor.tiles_per_block * minor.tile // 32 if minor.pack == 1 else 1
-    assert words.shape[1:] == (major.tiles_per_block * major.tile // major.pack, wide)
+    wide = inner.tiles_per_block * inner.tile // 32 if inner.pack == 1 else 1
+    assert words.shape[1:] == (outer.tiles_per_block * outer.tile // outer.pack, wide)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:2], -1)
-    assert bits[0].sum() == major.block * minor.block, "the first lets everything pass"
-    assert not bits[:, major.block :].any() and not bits[:, :, minor.block :].any()
-    may_meet = np.broadcast_to(may_meet, (major.num_blocks * major.block, minor.num_blocks * minor.block))
+    assert bits[0].sum() == outer.block * inner.block, "the first lets everything pass"
+    assert not bits[:, outer.block :].any() and not bits[:, :, inner.block :].any()
+    may_meet = np.broadcast_to(may_meet, (outer.num_blocks * outer.block, inner.num_blocks * inner.block))
     pairs = np.zeros(may_meet.shape, int)
-    for number, (first, masked, end) in enumerate(spans[batch % len(spans), head // lists.group % spans.shape[1]]):
+    for number, (first, masked, end) in enumerate(
+        spans[batch % len(spans), head // lists.heads_per_list % spans.shape[1]]
+    ):
         assert first <= masked <= end <= first + found.longest
         assert (found.any_full or first == masked) and (found.any_partial or masked == end)
         for entry in range(first, end):
-            at = tuple(slice(i * x.block, (i + 1) * x.block) for i, x in ((number, major), (block[entry], minor)))
+            at = tuple(slice(i * x.block, (i + 1) * x.block) for i, x in ((number, outer), (block[entry], inner)))
             if entry < masked:
-                assert minor.tiles_fill_block
+                assert inner.tiles_fill_block
                 pairs[at] += 1
                 continue
-            may = bits[tile[entry] + 1, : major.block, : minor.block] & may_meet[at]
+            may = bits[tile[entry] + 1, : outer.block, : inner.block] & may_meet[at]
             if found.granularity:
-                part = np.arange((minor if dkv else major).block) // found.granularity
-                chose = int(np.asarray(lists.active_rows_mask)[entry]) >> part & 1
+                part = np.arange((inner if dkv else outer).block) // found.granularity
+                chose = int(np.asarray(lists.active_query_groups)[entry]) >> part & 1
                 may = may & (chose if dkv else chose[:, None])
             pairs[at] += may
     return pairs
@@ -86,7 +90,7 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
 
 def lists_at_run_time(call, operands, *rest):
     """`build_pass_lists`, compiled as a whole: operation by operation, each would be a program of its own."""
-    found, names = [], ("spans", "block", "tile", "active_rows_mask")
+    found, names = [], ("spans", "inner_block", "mask_tile", "active_query_groups")
 
     def arrays(segments, mask, selection):
         found.append(
@@ -105,15 +109,15 @@ def padded_rows(side):
 
 
 def sides(orders, shape, tiles, dkv):
-    """(major, minor) of a pass whose queries and keys have these orders, or lengths."""
+    """(outer, inner) of a pass whose queries and keys have these orders, or lengths."""
     orders = (x if isinstance(x, RowOrder) else RowOrder(x) for x in orders)
     q, kv = (RowTiling(*x) for x in zip(orders, shape, tiles, strict=True))
     return (kv, q) if dkv else (q, kv)
 
 
-def dense(mask, major, minor, dkv):
-    """What a mask on rows, or a table of pairs, allows: bool [major rows, minor rows]."""
-    rows = padded_rows(major), padded_rows(minor)
+def dense(mask, outer, inner, dkv):
+    """What a mask on rows, or a table of pairs, allows: bool [outer rows, inner rows]."""
+    rows = padded_rows(outer), padded_rows(inner)
     if isinstance(mask, np.ndarray):
         table = mask.T if dkv else mask
         return np.pad(table, [(0, len(x) - n) for x, n in zip(rows, table.shape, strict=True)])
@@ -129,17 +133,17 @@ CUTS = [((16, 32), (16, 32)), ((64, 32), (32, 32)), ((32, 64), (32, 32)), ((24, 
 @pytest.mark.parametrize(("shape", "tiles"), CUTS, ids=str)
 @pytest.mark.parametrize("name", [*CHAINS, "bigbird"])
 def test_lists_are_the_mask(name, shape, tiles, dkv):
-    tiles = (max(tiles), tiles[1])  # either side may be the minor one, whose words have 32 bits
+    tiles = (max(tiles), tiles[1])  # either side may be the inner one, whose words have 32 bits
     for one in candidates(sl.preset(name, **SMALL[name]), 150, 170)[-1].chains[0]:
-        major, minor = sides((one.q_order, one.kv_order), shape, tiles, dkv)
+        outer, inner = sides((one.q_order, one.kv_order), shape, tiles, dkv)
         found, wanted = (
-            build_pass_lists(called(), given(150, 170), (one,), major, minor, dkv),
-            dense(one.mask, major, minor, dkv),
+            build_pass_lists(called(), given(150, 170), (one,), outer, inner, dkv),
+            dense(one.mask, outer, inner, dkv),
         )
-        np.testing.assert_array_equal(decoded(found, major, minor, dkv), wanted)  # none twice, none that is forbidden
-        blocks = wanted.reshape(major.num_blocks, major.block, minor.num_blocks, minor.block).swapaxes(1, 2)
+        np.testing.assert_array_equal(decoded(found, outer, inner, dkv), wanted)  # none twice, none that is forbidden
+        blocks = wanted.reshape(outer.num_blocks, outer.block, inner.num_blocks, inner.block).swapaxes(1, 2)
         active, whole = blocks.any((2, 3)), blocks.all((2, 3))
-        counts = np.stack([(whole & minor.tiles_fill_block).sum(1), active.sum(1)], axis=-1)
+        counts = np.stack([(whole & inner.tiles_fill_block).sum(1), active.sum(1)], axis=-1)
         np.testing.assert_array_equal(found.block_lists.counts[0, 0], counts)  # every block that can be free is
         assert found.block_lists.static and found.longest == counts[:, 1].max()
         assert found.any_full == counts[:, 0].any() and found.any_partial == (counts[:, 0] < counts[:, 1]).any()
@@ -152,15 +156,15 @@ def test_lists_of_heads_that_differ(dkv):
     table[:70] = table[:, 90:] = False
     masks = sl.Causal(), sl.Causal() & sl.Window(40), sl.Array(table.T), sl.Array(table)
     passes = tuple(sl.make_plan(mask, 150).chains[0][0] for mask in masks)
-    major, minor = sides((150, 150), (32, 32), (32, 32), dkv)
-    found = build_pass_lists(called(), given(150, 150), passes, major, minor, dkv)
+    outer, inner = sides((150, 150), (32, 32), (32, 32), dkv)
+    found = build_pass_lists(called(), given(150, 150), passes, outer, inner, dkv)
     for head in range(8):
-        wanted = dense(passes[head % 4].mask, major, minor, dkv)
-        np.testing.assert_array_equal(decoded(found, major, minor, dkv, head=head), wanted)
+        wanted = dense(passes[head % 4].mask, outer, inner, dkv)
+        np.testing.assert_array_equal(decoded(found, outer, inner, dkv, head=head), wanted)
     assert found.any_full and found.any_partial and not found.is_partition
     # Each key block once, but only if heads are looked at one by one.
     passes = tuple(sl.make_plan(mask, 150).chains[0][0] for mask in (sl.BlockDiagonal(32), sl.BlockDiagonal(32)))
-    assert build_pass_lists(called(), given(150, 150), passes, major, minor, dkv).is_partition
+    assert build_pass_lists(called(), given(150, 150), passes, outer, inner, dkv).is_partition
 
 
 @pytest.mark.parametrize("dkv", [False, True])
@@ -170,30 +174,30 @@ def test_segments_drop_and_mask_blocks(name, dkv):
     q_ids[1] = 3
     q_ids = np.where(q_ids < 0, -2, q_ids)[:, :150]
     for one in candidates(sl.preset(name, **SMALL[name]), 150, 160)[-1].chains[0]:
-        major, minor = sides((one.q_order, one.kv_order), (16, 32), (32, 32), dkv)
+        outer, inner = sides((one.q_order, one.kv_order), (16, 32), (32, 32), dkv)
 
         operands = given(150, 160, segments=(jnp.asarray(q_ids), jnp.asarray(kv_ids)))
-        found = lists_at_run_time(called(), operands, (one,), major, minor, dkv)
+        found = lists_at_run_time(called(), operands, (one,), outer, inner, dkv)
         assert found.any_partial and not found.is_partition
         rows = [
             np.stack([np.append(x, -1)[np.minimum(side.order.token(padded_rows(side)), x.size)] for x in side_ids])
-            for side, side_ids in zip((major, minor), (kv_ids, q_ids) if dkv else (q_ids, kv_ids), strict=True)
+            for side, side_ids in zip((outer, inner), (kv_ids, q_ids) if dkv else (q_ids, kv_ids), strict=True)
         ]
         allowed, blocks = (
-            dense(one.mask, major, minor, dkv),
-            (major.num_blocks, major.block, minor.num_blocks, minor.block),
+            dense(one.mask, outer, inner, dkv),
+            (outer.num_blocks, outer.block, inner.num_blocks, inner.block),
         )
         for batch, (a, b) in enumerate(zip(*rows, strict=True)):
             may_meet = a[:, None] == b
-            pairs = decoded(found, major, minor, dkv, batch, may_meet=may_meet)
+            pairs = decoded(found, outer, inner, dkv, batch, may_meet=may_meet)
             np.testing.assert_array_equal(pairs, allowed & may_meet)
             # Blocks are compared by the ranges of their ids.
-            a, b = a.reshape(major.num_blocks, major.block), b.reshape(minor.num_blocks, minor.block)
+            a, b = a.reshape(outer.num_blocks, outer.block), b.reshape(inner.num_blocks, inner.block)
             low, high = ([np.where(x < 0, sign * 99, x) for x in (a, b)] for sign in (1, -1))
             overlap = (low[0].min(1)[:, None] <= high[1].max(1)) & (low[1].min(1) <= high[0].max(1)[:, None])
             alike = (may_meet & (rows[0][batch] >= 0)[:, None]).reshape(blocks).all((1, 3))
             active, whole = (getattr(allowed.reshape(blocks), which)((1, 3)) for which in ("any", "all"))
-            counts = np.stack([(whole & alike & minor.tiles_fill_block).sum(1), (active & overlap).sum(1)], axis=-1)
+            counts = np.stack([(whole & alike & inner.tiles_fill_block).sum(1), (active & overlap).sum(1)], axis=-1)
             np.testing.assert_array_equal(found.block_lists.counts[batch, 0], counts)
 
 
@@ -203,13 +207,13 @@ def test_lists_of_run_time_masks(shape, tiles, dkv):
     table = np.random.default_rng(0).random((2, 10, 12)) < 0.5
     mask = np.kron(table, np.ones((16, 16), bool))[:, :150, :170]
     mask[0, :64, :64], mask[1, ::7, ::5] = True, False
-    major, minor = sides((150, 170), shape, (max(tiles),) * 2, dkv)
-    q, kv = (minor, major) if dkv else (major, minor)
-    found = lists_at_run_time(called(), given(150, 170, mask=jnp.asarray(mask)), (), major, minor, dkv)
+    outer, inner = sides((150, 170), shape, (max(tiles),) * 2, dkv)
+    q, kv = (inner, outer) if dkv else (outer, inner)
+    found = lists_at_run_time(called(), given(150, 170, mask=jnp.asarray(mask)), (), outer, inner, dkv)
     for head in range(4):
-        wanted = dense(mask[head % 2], major, minor, dkv)
-        np.testing.assert_array_equal(decoded(found, major, minor, dkv, head=head), wanted)
-    assert (found.block_lists.counts[..., 0] > 0).any() == minor.tiles_fill_block
+        wanted = dense(mask[head % 2], outer, inner, dkv)
+        np.testing.assert_array_equal(decoded(found, outer, inner, dkv, head=head), wanted)
+    assert (found.block_lists.counts[..., 0] > 0).any() == inner.tiles_fill_block
     assert found.longest == (q.num_blocks if dkv else kv.num_blocks)
 
 
@@ -225,45 +229,47 @@ def test_lists_of_selections(granularity, block, tiles, pack, dkv):
     chosen = sl.Selection(ids, block=block, granularity=granularity)
     plan = sl.make_plan(sl.Window(100, 20), t, s)
     q, kv = RowTiling(RowOrder(t), bq, tiles[0], pack), RowTiling(RowOrder(s), block, tiles[1])
-    major, minor = (kv, q) if dkv else (q, kv)
-    found = lists_at_run_time(called(plan), given(t, s, (4, 2), selection=chosen), (), major, minor, dkv)
+    outer, inner = (kv, q) if dkv else (q, kv)
+    found = lists_at_run_time(called(plan), given(t, s, (4, 2), selection=chosen), (), outer, inner, dkv)
     assert found.granularity == granularity and not found.is_partition
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]
     for batch, head in itertools.product(range(2), range(4)):
-        wanted = dense(pairs[batch, :, head // 2] & sl.Window(100, 20).dense(t, s), major, minor, dkv)
-        np.testing.assert_array_equal(decoded(found, major, minor, dkv, batch, head), wanted)
+        wanted = dense(pairs[batch, :, head // 2] & sl.Window(100, 20).dense(t, s), outer, inner, dkv)
+        np.testing.assert_array_equal(decoded(found, outer, inner, dkv, batch, head), wanted)
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-@pytest.mark.parametrize("kv_major", [False, True])
-def test_the_kernel_makes_the_same_lists_as_a_sort(kv_major, chosen):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_makes_the_same_lists_as_a_sort(transposed, chosen):
     """Of more candidates than it looks at in one go; of blocks that have none; of kinds that batch entries share."""
     rng, heads, n = np.random.default_rng(0), 2, 220
-    blocks = (90, 4) if kv_major else (4, 90)
+    blocks = (90, 4) if transposed else (4, 90)
     pairs = [np.divmod(np.sort(rng.choice(3 * 90, n, replace=False)), 90) for _ in range(heads)]
-    major = np.array([0, 1, 3], np.int32)[None, [x for x, _ in pairs]]  # nobody is in one of the four
-    minor = np.array([x for _, x in pairs], np.int32)[None]
+    outer = np.array([0, 1, 3], np.int32)[None, [x for x, _ in pairs]]  # nobody is in one of the four
+    inner = np.array([x for _, x in pairs], np.int32)[None]
     kind = rng.choice([EMPTY, PARTIAL, FULL], (3, heads, n)).astype(np.int32)
     tile = rng.integers(-1, 9, (1, heads, n)).astype(np.int32)
     by = rng.integers(0, 99, kind.shape).astype(np.int32) if chosen else None
-    row, column = (minor, major) if kv_major else (major, minor)
-    found = BlockPairs(row, column, kind, tile, by, blocks, group=2)
-    starts = found.starts(kv_major)
+    row, column = (inner, outer) if transposed else (outer, inner)
+    found = BlockPairs(row, column, kind, tile, by, blocks, heads_per_list=2)
+    starts = found.starts(transposed)
     assert (np.diff(starts, axis=1) > 64).any() and (np.diff(starts, axis=1) == 0).any()
-    wanted, lists = found.lists(kv_major), _compact_lists(found, starts, kv_major)
+    wanted, lists = found.lists(transposed), _compact_lists(found, starts, transposed)
     np.testing.assert_array_equal(lists.counts, wanted.counts)
-    assert (lists.minor_blocks, lists.group) == (90, 2) and (lists.active_rows_mask is None) == (not chosen)
+    assert (lists.num_inner_blocks, lists.heads_per_list) == (90, 2) and (lists.active_query_groups is None) == (
+        not chosen
+    )
     for ours, theirs in zip(np.reshape(lists.spans, (-1, 3)), wanted.spans.reshape(-1, 3), strict=True):
-        for name in ("block", "tile") + (("active_rows_mask",) if chosen else ()):
+        for name in ("inner_block", "mask_tile") + (("active_query_groups",) if chosen else ()):
             own, right = (np.asarray(getattr(x, name)) for x in (lists, wanted))
             np.testing.assert_array_equal(own[ours[0] : ours[2]], right[theirs[0] : theirs[2]])
 
 
 def test_tiles_are_kept_once():
     (one,) = sl.make_plan(sl.Causal() & sl.Window(64), 4096).chains[0]
-    major, minor = sides((4096, 4096), (64, 64), (64, 64), False)
-    found = build_pass_lists(called(), given(4096, 4096), (one, one), major, minor, False)
+    outer, inner = sides((4096, 4096), (64, 64), (64, 64), False)
+    found = build_pass_lists(called(), given(4096, 4096), (one, one), outer, inner, False)
     assert len(found.mask_bits) == 3  # everything, and the two edges of the band
 
 
@@ -299,21 +305,21 @@ def test_blocks_that_take_as_long_need_no_order():
 
 def check_cut(found, steps, number):
     """Each step of each job that is cut is in one of its pieces, in order; the others have none."""
-    work, pieces = np.asarray(found.steps), np.asarray(found.ranges)
-    assert work.dtype == pieces.dtype == np.int32
-    assert work.shape == (len(work), len(steps), 3) and pieces.shape == (*steps.shape, 2)
-    used = np.zeros(work.shape[:2], bool)
+    group_pass, pieces = np.asarray(found.steps), np.asarray(found.ranges)
+    assert group_pass.dtype == pieces.dtype == np.int32
+    assert group_pass.shape == (len(group_pass), len(steps), 3) and pieces.shape == (*steps.shape, 2)
+    used = np.zeros(group_pass.shape[:2], bool)
     for batch, job in np.ndindex(*steps.shape):
         first, end = pieces[batch, job]
-        assert end - first == number[batch, job] and 0 <= first <= end <= len(work)
+        assert end - first == number[batch, job] and 0 <= first <= end <= len(group_pass)
         assert not used[first:end, batch].any()
         used[first:end, batch] = True
         at = 0
-        for own, begin, stop in work[first:end, batch]:
+        for own, begin, stop in group_pass[first:end, batch]:
             assert own == job and begin == at <= stop
             at = stop
         assert at == (steps[batch, job] if end > first else 0)
-    assert not work[~used].any(), "what is none walks nowhere"
+    assert not group_pass[~used].any(), "what is none walks nowhere"
 
 
 def test_pieces_are_all_of_a_long_list():
@@ -356,24 +362,28 @@ WORKS = {
 @pytest.mark.parametrize("name", WORKS)
 def test_every_step_is_in_one_job(name, kernel, monkeypatch):
     """However lists are cut: on a device of some multiprocessors, or as settings ask for."""
-    work, sizes = WORKS[name], {"q_blocksize": 16, "kv_blocksize": 16}
+    group_pass, sizes = WORKS[name], {"q_blocksize": 16, "kv_blocksize": 16}
     found = []
     for multiprocessors, asked in ((1, {}), (10**4, {}), (1, {"num_key_splits": 3}), (1, {"blocksize_keys": 64})):
         monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, multiprocessors))  # noqa: B023
         params = sl.FwdParams(**sizes, **asked), sl.BwdParams(**sizes, **asked)
         plan, chosen, mask = None, None, None
-        if isinstance(work, np.ndarray):
-            mask = jnp.asarray(work)
-        elif isinstance(work, sl.Selection):
-            plan, chosen = sl.make_plan(sl.Causal(), CUT_T), work
+        if isinstance(group_pass, np.ndarray):
+            mask = jnp.asarray(group_pass)
+        elif isinstance(group_pass, sl.Selection):
+            plan, chosen = sl.make_plan(sl.Causal(), CUT_T), group_pass
         else:
-            plan = candidates(work, CUT_T, None, *params)[-1]
+            plan = candidates(group_pass, CUT_T, None, *params)[-1]
         call = called(plan, (16, 16), params)
         operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, selection=chosen)
         planned = route("triton", call, operands)
-        works = [x.work for x in (planned.forward if kernel == "forward" else planned.backward) if x.kernel != "dkv"]
-        works = [one for work in works for one in (work.unfused() if kernel == "dkv" else [work])]
-        prepared = [launch._prepare(work.bind(operands), kernel) for work in works]
+        group_passes = [
+            x.group_pass for x in (planned.forward if kernel == "forward" else planned.backward) if x.kernel != "dkv"
+        ]
+        group_passes = [
+            one for group_pass in group_passes for one in (group_pass.unfused() if kernel == "dkv" else [group_pass])
+        ]
+        prepared = [launch._prepare(group_pass.bind(operands), kernel) for group_pass in group_passes]
         found.append([check_work(one, kernel == "dkv") for one in prepared])
     cuts = [np.concatenate([number.ravel() for number in numbers]) for numbers in found]
     assert not cuts[0].any(), "one processor is busy with whole lists"
@@ -383,17 +393,18 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
 
 def check_work(prepared, dkv):
     """Into how many pieces each job is cut, int [LB, jobs], after a look at all that says what programs do."""
-    heads = range(prepared.work.first, CUT_HEADS[0], prepared.work.step * prepared.work.pack)
+    heads = range(prepared.group_pass.first, CUT_HEADS[0], prepared.group_pass.step * prepared.group_pass.pack)
     batches = max(len(lists.block_lists.spans) for _, lists in prepared.walked_lists)
-    steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.major.num_blocks), int)
-    passed = np.zeros((batches, len(heads), prepared.major.num_blocks), int)
+    steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.outer.num_blocks), int)
+    passed = np.zeros((batches, len(heads), prepared.outer.num_blocks), int)
     for batch, (i, head) in itertools.product(range(batches), enumerate(heads)):
         job = head // (CUT_HEADS[0] // CUT_HEADS[1]) if dkv else i
         passed[batch, i] = steps[batch, job]
         for side, lists in prepared.walked_lists:
             counts = np.asarray(lists.block_lists.counts)[..., 1]
             steps[batch, job] += (
-                counts[batch % len(counts), head // lists.block_lists.group % counts.shape[1]] * side.tiles_per_block
+                counts[batch % len(counts), head // lists.block_lists.heads_per_list % counts.shape[1]]
+                * side.tiles_per_block
             )
     if dkv:
         np.testing.assert_array_equal(prepared.steps_before, passed)

@@ -230,14 +230,14 @@ def test_pieces_of_ranges(monkeypatch, length, programs, alike):
     np.testing.assert_array_equal(order, np.arange(batch * len(pieces) * (6 if alike else 1)))
     if alike:  # those of head 0
         pieces = np.concatenate([pieces + np.array([0, head, head, 0, 0]) for head in range(6)])
-    walked = np.zeros((6, len(lists.block)), int)
+    walked = np.zeros((6, len(lists.inner_block)), int)
     ranges = []
     for block, head, end, skipped, stop in pieces.tolist():
         assert end == head + 1 and stop > skipped
         first, _, last = lists.spans[0, kinds[head], block]
         assert first + stop <= last
         walked[head, first + skipped : first + stop] += 1
-        (number,) = {*(lists.block[first + skipped : first + stop] // 5).tolist()}
+        (number,) = {*(lists.inner_block[first + skipped : first + stop] // 5).tolist()}
         ranges.append((head, -number, skipped - stop))
     for head, own in enumerate(walked):
         here = np.zeros(len(own), int)
@@ -245,7 +245,7 @@ def test_pieces_of_ranges(monkeypatch, length, programs, alike):
             here[first:last] = 1
         np.testing.assert_array_equal(own, here)
     assert ranges == sorted(ranges)
-    nothing = dataclasses.replace(lists, spans=np.zeros_like(lists.spans), block=lists.block[:0])
+    nothing = dataclasses.replace(lists, spans=np.zeros_like(lists.spans), inner_block=lists.inner_block[:0])
     assert split_by_query_ranges(nothing, kinds, key_heads, batch, programs, 128, 1) == (None, None)
 
 

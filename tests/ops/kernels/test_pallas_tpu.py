@@ -30,7 +30,7 @@ HOLES = sl.Causal() & sl.Columns(64, 40)  # queries 0 to 39 and keys 0 to 39 hav
 
 
 def unpacked(steps):
-    """The steps of each list, as tuples (major, minor, kind, first, last)."""
+    """The steps of each list, as tuples (outer, inner, kind, first, last)."""
     scalars = [np.asarray(x) for x in steps.scalars]
     batches, classes, length = steps.words.shape
     return [
@@ -40,30 +40,30 @@ def unpacked(steps):
 
 
 def with_ends(blocks):
-    """Blocks (major, minor, kind), with the flags of a list: whether each is the first, the last of its major block."""
-    majors = [None, *(major for major, *_ in blocks), None]
+    """Blocks (outer, inner, kind), with the flags of a list: whether each is the first, the last of its outer block."""
+    outers = [None, *(outer for outer, *_ in blocks), None]
     return [
         (*block, int(block[0] != a), int(block[0] != b))
-        for block, a, b in zip(blocks, majors, majors[2:], strict=False)
+        for block, a, b in zip(blocks, outers, outers[2:], strict=False)
     ]
 
 
 def entries(lists):
-    """The lists as (minor block, kind) by (list batch, list head, major block), read one by one."""
+    """The lists as (inner block, kind) by (list batch, list head, outer block), read one by one."""
     found = {}
     for place in np.ndindex(lists.spans.shape[:3]):
         start, masked, end = map(int, lists.spans[place])
-        kinds = [FULL if i < masked else LIMITED if lists.tile[i] < 0 else PARTIAL for i in range(start, end)]
-        found[place] = [*zip(map(int, lists.block[start:end]), kinds, strict=True)]
+        kinds = [FULL if i < masked else LIMITED if lists.mask_tile[i] < 0 else PARTIAL for i in range(start, end)]
+        found[place] = [*zip(map(int, lists.inner_block[start:end]), kinds, strict=True)]
     return found
 
 
 def as_steps(lists):
-    """What `Steps` must hold, by list: a major block without entries keeps one empty step to write its zeros."""
-    batches, heads, majors, _ = lists.spans.shape
+    """What `Steps` must hold, by list: an outer block without entries keeps one empty step to write its zeros."""
+    batches, heads, outers, _ = lists.spans.shape
     found = entries(lists)
     return [
-        [with_ends([(m, *x) for m in range(majors) for x in found[b, h, m] or [(0, EMPTY)]]) for h in range(heads)]
+        [with_ends([(m, *x) for m in range(outers) for x in found[b, h, m] or [(0, EMPTY)]]) for h in range(heads)]
         for b in range(batches)
     ]
 
@@ -73,22 +73,22 @@ def passes(mask, shape, length=192):
 
 
 @pytest.mark.parametrize("mask", [*(sl.preset(name, **SMALL[name]) for name in SMALL), HOLES, sl.Empty()], ids=str)
-@pytest.mark.parametrize("kv_major", [False, True])
-def test_steps_are_the_active_blocks_in_order(mask, kv_major):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_steps_are_the_active_blocks_in_order(mask, transposed):
     for one in sl.as_masks(mask):
-        lists = passes(one, (16, 32)).lists(kv_major)
+        lists = passes(one, (16, 32)).lists(transposed)
         steps, wanted = Steps.of(lists, False, "a pass"), as_steps(lists)
         assert unpacked(steps) == wanted
         assert steps.count == len(wanted[0][0])
-        some = one.dense(192).reshape(12, 16, 6, 32).any((1, 3)).any(0 if kv_major else 1)
+        some = one.dense(192).reshape(12, 16, 6, 32).any((1, 3)).any(0 if transposed else 1)
         assert any(step[2] == EMPTY for step in wanted[0][0]) == (not some.all())
 
 
 def test_a_word_holds_the_largest_blocks_that_its_bits_allow():
     most = (1 << 14) - 1
 
-    def steps(minors):
-        one = BlockPairs(*np.array([most, minors - 1, FULL, -1]).reshape(4, 1, 1, 1), None, (most + 1, minors))
+    def steps(inners):
+        one = BlockPairs(*np.array([most, inners - 1, FULL, -1]).reshape(4, 1, 1, 1), None, (most + 1, inners))
         return Steps.of(one.lists(False), False, "a pass")
 
     last = unpacked(steps(most + 1))[0][0][-1]
@@ -109,15 +109,15 @@ def test_lists_that_exceed_scalar_memory_are_refused():
     jax.eval_shape(functools.partial(call, fwd_params=sl.FwdParams(q_blocksize=256, kv_blocksize=256)), q, q, q)
 
 
-@pytest.mark.parametrize("kv_major", [False, True])
-def test_steps_made_at_run_time(kv_major):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_steps_made_at_run_time(transposed):
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 6, (4, 12)), axis=1).repeat(8, axis=1))
     ids = ids.at[0].set(5).at[1].set(-1)
     candidates = passes(sl.Causal(), (16, 16), 96)
 
     @jax.jit
     def made(ids):
-        lists = candidates.limit((ids, ids), None, (RowOrder(96),) * 2, (16, 16)).lists(kv_major)
+        lists = candidates.limit((ids, ids), None, (RowOrder(96),) * 2, (16, 16)).lists(transposed)
         steps = Steps.of(lists, True, "a pass")
         return lists, steps.words, steps.tiles, steps.count
 

@@ -48,8 +48,8 @@ def test_explicit_settings_win(kernel):
     for device in (H200, tight):
         assert chosen(kernel, params=every, device=device) == settings.Settings(256, 128, 16, 7)
     for name, value, field in (
-        ("blocksize_m", 16, "major"),
-        ("blocksize_n", 32, "minor"),
+        ("blocksize_m", 16, "outer"),
+        ("blocksize_n", 32, "inner"),
         ("num_warps", 1, "num_warps"),
     ):
         wanted = dataclasses.replace(default, **{field: value})
@@ -62,16 +62,16 @@ def test_settings_fit_the_device(kernel, itemsize, limit):
     sizes = [
         x
         for x in itertools.product((16, 64, 128, 256), repeat=2)
-        if kernel != "dq_with_dkv" or settings.major_rows("dq_with_dkv", 2, x)
+        if kernel != "dq_with_dkv" or settings.outer_rows("dq_with_dkv", 2, x)
     ]
     for size, blocks in itertools.product(sizes, [(16, 32), (64, 64), (128, 128), (512, 512)]):
         found = chosen(kernel, itemsize, size, blocks, device=H200._replace(shared_memory=limit))
         wide = chosen(kernel, itemsize, size, blocks, device=H200._replace(shared_memory=1 << 30))
         assert all(a <= b for a, b in zip(dataclasses.astuple(found), dataclasses.astuple(wide), strict=True))
-        smallest = (found.major, found.minor, found.num_stages) == (16, 32, 1)
+        smallest = (found.outer, found.inner, found.num_stages) == (16, 32, 1)
         assert settings.shared_memory(kernel, found, itemsize, size, H200.capability) <= limit or smallest
-        assert found.major & (found.major - 1) == found.minor & (found.minor - 1) == 0
-        assert found.major >= 16 and found.minor >= 32
+        assert found.outer & (found.outer - 1) == found.inner & (found.inner - 1) == 0
+        assert found.outer >= 16 and found.inner >= 32
 
 
 def test_head_sizes_that_do_not_fit_are_refused(monkeypatch):
@@ -90,7 +90,7 @@ def test_head_sizes_that_do_not_fit_are_refused(monkeypatch):
 def test_tiles_are_no_larger_than_blocks_need():
     for blocks, most in (((8, 8), (16, 32)), ((24, 40), (32, 64)), ((64, 8), (64, 32))):
         found = chosen(blocks=blocks)
-        assert found.major <= most[0] and found.minor <= most[1]
+        assert found.outer <= most[0] and found.inner <= most[1]
 
 
 def test_settings_say_how_often_to_cut():

@@ -18,23 +18,25 @@ def natural(masks, t, s):
     return [Reordered(mask, RowOrder(t), RowOrder(s)) for mask in masks]
 
 
-def decoded(found, kv_major, shape, lengths, tiles, granularity=1, batch=0, head=0):
+def decoded(found, transposed, shape, lengths, tiles, granularity=1, batch=0, head=0):
     """How often the list of a batch entry and head visits each pair: int [T, S]."""
     blocks = [-(-length // side) for length, side in zip(lengths, shape, strict=True)]
-    spans, block, tile = (np.asarray(x) for x in (found.spans, found.block, found.tile))
+    spans, block, tile = (np.asarray(x) for x in (found.spans, found.inner_block, found.mask_tile))
     assert spans.dtype == block.dtype == tile.dtype == np.int32
-    assert spans.shape[2] == blocks[kv_major] and found.minor_blocks == blocks[not kv_major]
+    assert spans.shape[2] == blocks[transposed] and found.num_inner_blocks == blocks[not transposed]
     pairs = np.zeros([n * side for n, side in zip(blocks, shape, strict=True)], int)
-    for major, (first, masked, end) in enumerate(spans[batch % len(spans), head // found.group % spans.shape[1]]):
+    for outer, (first, masked, end) in enumerate(
+        spans[batch % len(spans), head // found.heads_per_list % spans.shape[1]]
+    ):
         assert 0 <= first <= masked <= end <= len(block)
         for entry in range(first, end):
             may = np.ones(shape, bool)
             if entry >= masked and tile[entry] >= 0:
                 may = may & tiles[tile[entry]]
-            if entry >= masked and found.active_rows_mask is not None:
-                word = int(np.asarray(found.active_rows_mask)[entry])
+            if entry >= masked and found.active_query_groups is not None:
+                word = int(np.asarray(found.active_query_groups)[entry])
                 may = may & np.array([word >> part // granularity & 1 for part in range(shape[0])], bool)[:, None]
-            row, column = (block[entry], major) if kv_major else (major, block[entry])
+            row, column = (block[entry], outer) if transposed else (outer, block[entry])
             pairs[row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] += may
     return pairs[: lengths[0], : lengths[1]]
 
@@ -55,49 +57,52 @@ def unpacked(tiles, columns):
 def test_both_builders_make_the_same_lists_and_these_are_the_mask(masks, shape):
     t, s = 150, 170
     candidates, tiles = lists.planned_block_pairs(natural(masks, t, s), shape, True)
-    assert candidates.kind.shape[:2] == (1, len(masks))
-    arrays = ("row", "column", "kind", "tile")
+    assert candidates.state.shape[:2] == (1, len(masks))
+    arrays = ("q_block", "kv_block", "state", "mask_tile")
 
     @functools.partial(jax.jit, static_argnums=1)
-    def by_xla(found, kv_major):
-        return dataclasses.replace(candidates, **dict(zip(arrays, found, strict=True))).lists(kv_major)
+    def by_xla(found, transposed):
+        return dataclasses.replace(candidates, **dict(zip(arrays, found, strict=True))).lists(transposed)
 
-    for kv_major in (False, True):
-        planned = candidates.lists(kv_major)
-        found = by_xla([getattr(candidates, name) for name in arrays], kv_major)
-        assert planned.static and not isinstance(found.block, np.ndarray)
+    for transposed in (False, True):
+        planned = candidates.lists(transposed)
+        found = by_xla([getattr(candidates, name) for name in arrays], transposed)
+        assert planned.static and not isinstance(found.inner_block, np.ndarray)
         np.testing.assert_array_equal(found.spans, planned.spans)
         np.testing.assert_array_equal(planned.counts, planned.spans[..., 1:] - planned.spans[..., :1])
-        entries = len(planned.block)  # XLA's arrays are as long as there are candidates
-        for name in ("block", "tile"):
+        entries = len(planned.inner_block)  # XLA's arrays are as long as there are candidates
+        for name in ("inner_block", "mask_tile"):
             np.testing.assert_array_equal(getattr(found, name)[:entries], getattr(planned, name))
-        check_sorted(candidates, planned, kv_major)
+        check_sorted(candidates, planned, transposed)
         for head, mask in enumerate(masks):
-            pairs = decoded(planned, kv_major, shape, (t, s), unpacked(tiles, shape[1]), head=head)
+            pairs = decoded(planned, transposed, shape, (t, s), unpacked(tiles, shape[1]), head=head)
             np.testing.assert_array_equal(pairs, mask.dense(t, s))
 
 
-def check_sorted(candidates, wanted, kv_major):
-    """In the order of their major blocks, candidates make the same lists, and it is known where each begins.
+def check_sorted(candidates, wanted, transposed):
+    """In the order of their outer blocks, candidates make the same lists, and it is known where each begins.
 
     Those of key blocks go from the last query on.
     """
-    ordered = candidates.sorted(kv_major)
-    found, starts = ordered.lists(kv_major), ordered.starts(kv_major)
+    ordered = candidates.sorted(transposed)
+    found, starts = ordered.lists(transposed), ordered.starts(transposed)
     np.testing.assert_array_equal(found.spans, wanted.spans)
-    for name in ("block", "tile"):
+    for name in ("inner_block", "mask_tile"):
         entries = getattr(found, name).copy()
-        for first, masked, end in found.spans.reshape(-1, 3) if kv_major else ():
+        for first, masked, end in found.spans.reshape(-1, 3) if transposed else ():
             entries[first:masked], entries[masked:end] = entries[first:masked][::-1], entries[masked:end][::-1]
         np.testing.assert_array_equal(entries, getattr(wanted, name))
-    assert starts.dtype == np.int32 and starts.shape == (candidates.kind.shape[1], candidates.blocks[kv_major] + 1)
-    assert (candidates.starts(True) is None) == (np.diff(candidates.column[0]) < 0).any()
-    major, longest = (ordered.column if kv_major else ordered.row)[0], 0
-    for own, bounds, kind in zip(major, starts, ordered.kind[0], strict=True):
+    assert starts.dtype == np.int32 and starts.shape == (
+        candidates.state.shape[1],
+        candidates.num_blocks[transposed] + 1,
+    )
+    assert (candidates.starts(True) is None) == (np.diff(candidates.kv_block[0]) < 0).any()
+    outer, longest = (ordered.kv_block if transposed else ordered.q_block)[0], 0
+    for own, bounds, kind in zip(outer, starts, ordered.state[0], strict=True):
         assert bounds[0] == 0 and bounds[-1] == len(own)
         np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
         longest = max(longest, np.bincount(own[kind != EMPTY], minlength=1).max())
-    assert ordered.longest(kv_major) >= longest
+    assert ordered.longest(transposed) >= longest
 
 
 def test_lists_in_row_orders_of_a_pass():
@@ -109,8 +114,8 @@ def test_lists_in_row_orders_of_a_pass():
         moved = Reordered(mask, *orders)
         candidates, tiles = lists.planned_block_pairs([moved], shape, True)
         lengths = tuple(order.rows for order in orders)
-        for kv_major in (False, True):
-            pairs = decoded(candidates.lists(kv_major), kv_major, shape, lengths, unpacked(tiles, shape[1]))
+        for transposed in (False, True):
+            pairs = decoded(candidates.lists(transposed), transposed, shape, lengths, unpacked(tiles, shape[1]))
             np.testing.assert_array_equal(pairs, moved.dense(*lengths))
 
 
@@ -145,34 +150,36 @@ def test_tiles_of_masks_that_repeat_are_made_once(monkeypatch, mask, shape):
 
     monkeypatch.setattr(lists, "masked_tiles", record)
     found, tiles = lists.planned_block_pairs(natural([mask], t, s), shape, True)
-    assert len(made) < (found.kind == PARTIAL).sum()
-    for kv_major in (False, True):
-        pairs = decoded(found.lists(kv_major), kv_major, shape, (t, s), unpacked(tiles, shape[1]))
+    assert len(made) < (found.state == PARTIAL).sum()
+    for transposed in (False, True):
+        pairs = decoded(found.lists(transposed), transposed, shape, (t, s), unpacked(tiles, shape[1]))
         np.testing.assert_array_equal(pairs, mask.dense(t, s))
 
 
-@pytest.mark.parametrize("kv_major", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("masks", [[CAUSAL], [CAUSAL, sl.Window(5, 9), sl.Full(), NONE], [sl.Full()]], ids=len)
-def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, kv_major):
+def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, transposed):
     """Those of keys, or, for lists of key blocks, of queries; of the last block not all parts exist."""
     lengths, shape, parts = (150, 170), (16, 8), 4
-    coarse = (64, 8) if kv_major else (16, 32)
+    coarse = (64, 8) if transposed else (16, 32)
     whole, tiles = lists.planned_block_pairs(natural(masks, *lengths), coarse, True)
     tiles = np.concatenate([np.ones((1, *coarse), bool), unpacked(tiles, coarse[1])])
-    tiles = tiles.reshape(-1, parts, *shape) if kv_major else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
+    tiles = tiles.reshape(-1, parts, *shape) if transposed else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
     states = np.where(tiles.all((2, 3)), FULL, np.where(tiles.any((2, 3)), PARTIAL, EMPTY))
-    whole = whole.sorted(kv_major)
-    cut = whole.cut_minor_blocks(parts, kv_major, states, -(-lengths[not kv_major] // shape[not kv_major]))
-    found = cut.lists(kv_major)
+    whole = whole.sorted(transposed)
+    cut = whole.cut_inner_blocks(parts, transposed, states, -(-lengths[not transposed] // shape[not transposed]))
+    found = cut.lists(transposed)
     wanted, _ = lists.planned_block_pairs(natural(masks, *lengths), shape, True)
-    wanted = wanted.sorted(kv_major).lists(kv_major)
+    wanted = wanted.sorted(transposed).lists(transposed)
     np.testing.assert_array_equal(found.counts, wanted.counts)
-    np.testing.assert_array_equal(found.block[: len(wanted.block)], wanted.block)  # in the same order, too
+    np.testing.assert_array_equal(
+        found.inner_block[: len(wanted.inner_block)], wanted.inner_block
+    )  # in the same order, too
     for head, mask in enumerate(masks):
-        pairs = decoded(found, kv_major, shape, lengths, tiles[1:].reshape(-1, *shape), head=head)
+        pairs = decoded(found, transposed, shape, lengths, tiles[1:].reshape(-1, *shape), head=head)
         np.testing.assert_array_equal(pairs, mask.dense(*lengths))
-    major = np.asarray(cut.column if kv_major else cut.row)[0]
-    for own, bounds in zip(major, whole.starts(kv_major) * parts, strict=True):
+    outer = np.asarray(cut.kv_block if transposed else cut.q_block)[0]
+    for own, bounds in zip(outer, whole.starts(transposed) * parts, strict=True):
         np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
 
 
@@ -189,10 +196,10 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         found = candidates.limit(ids, None, orders, shape)
         return found.lists(False), found.lists(True)
 
-    for kv_major, found in enumerate(both(q_ids, kv_ids)):
+    for transposed, found in enumerate(both(q_ids, kv_ids)):
         for batch in range(3):
             may = (q_ids[batch, :, None] == kv_ids[batch]) & (q_ids[batch, :, None] >= 0)
-            pairs = decoded(found, kv_major, shape, (t, s), unpacked(tiles, 16), batch=batch)
+            pairs = decoded(found, transposed, shape, (t, s), unpacked(tiles, 16), batch=batch)
             assert (pairs[may] == 1).all(), "no pair that may attend is left out, none comes twice"
             exact = [batch != 1, True][batch == 2]
             assert not exact or (pairs == may).all()
@@ -210,29 +217,29 @@ def test_order_drops_what_no_query_sees_and_frees_what_all_see():
     kv_ids = np.stack([np.arange(s), rng.integers(-9, 9, s), np.full(s, most), np.full(s, most)]).astype(np.int32)
     candidates, _ = lists.planned_block_pairs(natural([sl.Full()], t, s), shape, True)
     segments = np.zeros((4, t), np.int32), np.zeros((4, s), np.int32)
-    kinds = jax.jit(lambda *ids: candidates.limit(segments, ids, orders, shape).kind)(q_ids, kv_ids)
+    states = jax.jit(lambda *ids: candidates.limit(segments, ids, orders, shape).state)(q_ids, kv_ids)
     seen = np.pad(kv_ids[:, None, :] <= q_ids[:, :, None], [(0, 0), (0, 0), (0, -s % 16)]).reshape(4, 6, 16, 8, 16)
     real = np.pad(np.ones((t, s), bool), [(0, 0), (0, -s % 16)]).reshape(6, 16, 8, 16)
     some, every = seen.any((2, 4)), (seen | ~real).all((2, 4)) & real.all((1, 3))
-    kind = np.asarray(kinds)[:, 0].reshape(4, 6, 8)
+    states = np.asarray(states)[:, 0].reshape(4, 6, 8)
     exact = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-    np.testing.assert_array_equal(kind, exact)  # sorted or not, as one query sees all that a lesser one sees
+    np.testing.assert_array_equal(states, exact)  # sorted or not, as one query sees all that a lesser one sees
 
 
 def test_run_time_masks():
     mask = np.random.default_rng(0).random((2, 70, 90)) < 0.02
     mask[0, :32], mask[1, :, 32:48] = True, False
-    for kv_major in (False, True):
-        found, tiles = jax.jit(lambda mask, kv_major=kv_major: _listed(mask, kv_major))(mask)
+    for transposed in (False, True):
+        found, tiles = jax.jit(lambda mask, transposed=transposed: _listed(mask, transposed))(mask)
         for head in range(4):
-            pairs = decoded(found, kv_major, (16, 16), (70, 90), np.asarray(tiles), head=head)
+            pairs = decoded(found, transposed, (16, 16), (70, 90), np.asarray(tiles), head=head)
             np.testing.assert_array_equal(pairs, mask[head % 2])
         assert found.counts[0, 0, :, 0].sum() == 2 * 5  # a ragged block is none where every pair may attend
 
 
-def _listed(mask, kv_major):
+def _listed(mask, transposed):
     candidates, tiles = lists.run_time_block_pairs(mask, (16, 16))
-    return candidates.lists(kv_major), tiles
+    return candidates.lists(transposed), tiles
 
 
 # --- blocks chosen at run time ---------------------------------------------------------------------------------------
@@ -274,8 +281,10 @@ def test_chosen_blocks(lengths, granularity, shape, groups, heads, k):
                 if 0 <= j < columns:
                     right[row * granularity : (row + 1) * granularity, j * shape[1] : (j + 1) * shape[1]] = True
             right = right[:, :s] & masks[h % len(masks)].dense(t, s)
-            for kv_major in (False, True):
-                pairs = decoded(found[kv_major], kv_major, shape, lengths, unpacked(tiles, shape[1]), granularity, b, h)
+            for transposed in (False, True):
+                pairs = decoded(
+                    found[transposed], transposed, shape, lengths, unpacked(tiles, shape[1]), granularity, b, h
+                )
                 np.testing.assert_array_equal(pairs, right)
 
 
@@ -291,7 +300,7 @@ def test_chosen_blocks_in_any_order(granularity, rows, k):
     @functools.partial(jax.jit, static_argnums=1)
     def live(ids, ordered):
         found = lists.selected_block_pairs(ids, granularity, (rows, 16), table, 2, ordered=ordered)
-        return found.kind != EMPTY, (found.row, found.column, found.kind, found.tile)
+        return found.state != EMPTY, (found.q_block, found.kv_block, found.state, found.mask_tile)
 
     def chosen(ordered):
         """Batch entry, head, row, column, kind and tile of each."""
@@ -310,7 +319,7 @@ def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole
     ids = np.array([[0, 2], [2, 0], [0, 1], [0, -1], [1, 0], [0, 1]], np.int32)[None, :, None]
     found = jax.jit(lambda ids: lists.selected_block_pairs(ids, 16, (32, 32), table, 1).lists(False))(ids)
     assert found.counts[0, 0].tolist() == [[0, 1], [1, 2], [2, 2]]
-    assert found.active_rows_mask[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
+    assert found.active_query_groups[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
 
 
 def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
@@ -326,8 +335,8 @@ def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
         found = lists.selected_block_pairs(ids, 16, shape, table, 1)
         return found.lists(False), found.lists(True)
 
-    for kv_major, found in enumerate(both(ids)):
-        pairs = decoded(found, kv_major, shape, (t, t), unpacked(tiles, shape[1]), 16)
+    for transposed, found in enumerate(both(ids)):
+        pairs = decoded(found, transposed, shape, (t, t), unpacked(tiles, shape[1]), 16)
         np.testing.assert_array_equal(pairs, mask.dense(t))
 
 
@@ -346,6 +355,6 @@ def test_chosen_blocks_of_a_run_time_mask():
     *found, tiles = both(mask, ids)
     chosen = (ids[0, :, 0, :, None] == np.arange(5)).any(1).repeat(16, axis=0).repeat(16, axis=1)
     for head in range(4):
-        for kv_major in (False, True):
-            pairs = decoded(found[kv_major], kv_major, shape, (t, t), np.asarray(tiles), 16, head=head)
+        for transposed in (False, True):
+            pairs = decoded(found[transposed], transposed, shape, (t, t), np.asarray(tiles), 16, head=head)
             np.testing.assert_array_equal(pairs, chosen & mask[head % 2])

@@ -69,7 +69,7 @@ def rebuilt(block_pass, shape):
     rows, columns = block_pass.padded(shape)
     in_rows = np.zeros((rows, columns), bool)
     found, tiles = planned_block_pairs([block_pass.mask], shape, not block_pass.mask.computable)
-    blocks = [x[0, 0].tolist() for x in (found.row, found.column, found.kind, found.tile)]
+    blocks = [x[0, 0].tolist() for x in (found.q_block, found.kv_block, found.state, found.mask_tile)]
     for i, j, kind, number in zip(*blocks, strict=True):
         q, k = np.arange(i * bq, (i + 1) * bq), np.arange(j * bkv, (j + 1) * bkv)
         if kind == FULL:
@@ -377,15 +377,15 @@ def test_a_pass_as_mask_info(mask):
     @jax.jit  # where jax.numpy computes nothing by itself
     def check():
         for block_pass in sl.make_plan(mask, 150, fwd_params=fwd, bwd_params=bwd).chains[0]:
-            for info, shape, kv_major in (
+            for info, shape, transposed in (
                 (block_pass.fwd, block_pass.fwd_shape, False),
                 (block_pass.dkv, block_pass.bwd_shape, True),
             ):
                 steps = np.nonzero(info.block_mask[0])
                 read = info.data_next[0][steps]
-                found = np.stack([*((read, steps[1]) if kv_major else (steps[0], read)), info.block_mask[0][steps]])
+                found = np.stack([*((read, steps[1]) if transposed else (steps[0], read)), info.block_mask[0][steps]])
                 wanted = planned_block_pairs([block_pass.mask], shape, False)[0]
-                wanted = np.concatenate([wanted.row[0], wanted.column[0], wanted.kind[0]])
+                wanted = np.concatenate([wanted.q_block[0], wanted.kv_block[0], wanted.state[0]])
                 np.testing.assert_array_equal(found[:, np.lexsort(found[1::-1])], wanted)
                 assert (info.q_sequence is not None) == block_pass.mask.computable
 

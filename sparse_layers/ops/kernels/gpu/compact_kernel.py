@@ -1,6 +1,6 @@
-"""Builds block lists from block pairs that are sorted by their major block: full pairs, then partial ones.
+"""Builds block lists from block pairs that are sorted by their outer block: full pairs, then partial ones.
 
-**One list a program.** It reads the pairs of a major block in chunks, twice.
+**One list a program.** It reads the pairs of an outer block in chunks, twice.
 
 **The first pass counts.** Full and nonempty pairs give the span of the list, which begins where its pairs began.
 
@@ -34,11 +34,11 @@ class CompactSizes(NamedTuple):
 
     N: int  # pairs of each batch entry and head with lists
     HEADS: int
-    BLOCKS: int  # major ones
+    BLOCKS: int  # outer ones
     BATCHES: int  # of ``block``, and of ``tile``
     TILE_BATCHES: int
     CHUNK: int
-    HAS_SELECTION: bool  # True if there is ``active_rows_mask``
+    HAS_SELECTION: bool  # True if there is ``active_query_groups``
     FULL: int
 
 
@@ -51,31 +51,31 @@ def _move(source, to, entry, exists, is_live):
 
 @triton.jit
 def compact_kernel(
-    starts,  # int32 [HEADS, BLOCKS + 1]: where the pairs of each major block begin
-    kind,  # int32 [LB, HEADS, N]: 0 for empty pairs
+    starts,  # int32 [HEADS, BLOCKS + 1]: where the pairs of each outer block begin
+    state,  # int32 [LB, HEADS, N]: 0 for empty pairs
     block,  # int32 [BATCHES, HEADS, N]
     tile,  # int32 [TILE_BATCHES, HEADS, N]
-    active_rows_mask,  # int32 [LB, HEADS, N]
+    active_query_groups,  # int32 [LB, HEADS, N]
     spans,  # int32 [LB, HEADS, BLOCKS, 3]
     out_block,  # int32 [LB, HEADS, N]; this and the next two are written for nonempty pairs only
     out_tile,
-    out_active_rows_mask,
+    out_active_query_groups,
     Z: tl.constexpr,
 ):
-    """Builds the list of one major block; grid (BLOCKS, HEADS, LB)."""
-    major, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(starts + head * (Z.BLOCKS + 1) + major)
-    end = tl.load(starts + head * (Z.BLOCKS + 1) + major + 1)
+    """Builds the list of one outer block; grid (BLOCKS, HEADS, LB)."""
+    outer, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(starts + head * (Z.BLOCKS + 1) + outer)
+    end = tl.load(starts + head * (Z.BLOCKS + 1) + outer + 1)
     pairs = (batch * Z.HEADS + head) * Z.N
     block_pairs = (batch % Z.BATCHES * Z.HEADS + head) * Z.N
     tile_pairs = (batch % Z.TILE_BATCHES * Z.HEADS + head) * Z.N
     column = tl.arange(0, Z.CHUNK)
     num_full, num_live = begin * 0, begin * 0
     for chunk in tl.range(begin, end, Z.CHUNK):
-        kinds = tl.load(kind + pairs + chunk + column, mask=chunk + column < end, other=0)
-        num_full += tl.sum((kinds == Z.FULL).to(tl.int32), 0)
-        num_live += tl.sum((kinds != 0).to(tl.int32), 0)
-    line = spans + ((batch * Z.HEADS + head) * Z.BLOCKS + major) * 3
+        states = tl.load(state + pairs + chunk + column, mask=chunk + column < end, other=0)
+        num_full += tl.sum((states == Z.FULL).to(tl.int32), 0)
+        num_live += tl.sum((states != 0).to(tl.int32), 0)
+    line = spans + ((batch * Z.HEADS + head) * Z.BLOCKS + outer) * 3
     tl.store(line, pairs + begin)
     tl.store(line + 1, pairs + begin + num_full)
     tl.store(line + 2, pairs + begin + num_live)
@@ -83,14 +83,14 @@ def compact_kernel(
     before = column[None, :] < column[:, None]
     for chunk in tl.range(begin, end, Z.CHUNK):
         exists = chunk + column < end
-        kinds = tl.load(kind + pairs + chunk + column, mask=exists, other=0)
-        is_full, is_partial = (kinds == Z.FULL).to(tl.int32), ((kinds != Z.FULL) & (kinds != 0)).to(tl.int32)
+        states = tl.load(state + pairs + chunk + column, mask=exists, other=0)
+        is_full, is_partial = (states == Z.FULL).to(tl.int32), ((states != Z.FULL) & (states != 0)).to(tl.int32)
         full_rank = tl.sum(tl.where(before, is_full[None, :], 0), 1)
         partial_rank = tl.sum(tl.where(before, is_partial[None, :], 0), 1)
         entry = tl.where(is_full != 0, next_full + full_rank, next_partial + partial_rank)
-        _move(block + block_pairs + chunk + column, out_block, entry, exists, kinds != 0)
-        _move(tile + tile_pairs + chunk + column, out_tile, entry, exists, kinds != 0)
+        _move(block + block_pairs + chunk + column, out_block, entry, exists, states != 0)
+        _move(tile + tile_pairs + chunk + column, out_tile, entry, exists, states != 0)
         if Z.HAS_SELECTION:
-            _move(active_rows_mask + pairs + chunk + column, out_active_rows_mask, entry, exists, kinds != 0)
+            _move(active_query_groups + pairs + chunk + column, out_active_query_groups, entry, exists, states != 0)
         next_full += tl.sum(is_full, 0)
         next_partial += tl.sum(is_partial, 0)

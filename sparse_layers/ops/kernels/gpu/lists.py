@@ -1,6 +1,6 @@
 """Block lists and mask bits of a pass, as kernels read them, and the tiling of its rows.
 
-The major side is that of a program's result: queries for out and dq, keys for dk and dv (``kv_major``).
+The outer side is that of a program's result: queries for out and dq, keys for dk and dv (``transposed``).
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class PassLists:
     """Block lists and mask tiles of one pass."""
 
     block_lists: BlockLists
-    # int32 [1 + tiles, rows, words], by rows of the major side. Bit c of word w is row 32 * w + c of the minor side.
+    # int32 [1 + tiles, rows, words], by rows of the outer side. Bit c of word w is row 32 * w + c of the inner side.
     # The first tile allows every pair. The others are the tiles that ``block_lists`` number from 0 on.
     mask_bits: Any
     longest: int  # bound of the entries of a list, known at trace time
@@ -96,138 +96,142 @@ class PassLists:
 
     @functools.cached_property
     def is_partition(self) -> bool:
-        """True if the lists of each head partition the minor blocks: each is in one list."""
+        """True if the lists of each head partition the inner blocks: each is in one list."""
         if not self.block_lists.static:
             return False
         lists = self.block_lists
-        by_head = np.split(lists.block, lists.spans[0, 1:, 0, 0]) if lists.spans.shape[1] > 1 else [lists.block]
-        return all(bool((np.bincount(x, minlength=lists.minor_blocks) == 1).all()) for x in by_head)
+        by_head = (
+            np.split(lists.inner_block, lists.spans[0, 1:, 0, 0]) if lists.spans.shape[1] > 1 else [lists.inner_block]
+        )
+        return all(bool((np.bincount(x, minlength=lists.num_inner_blocks) == 1).all()) for x in by_head)
 
 
 @bounded_cache()
-def _sorted_pairs(passes: tuple[Pass, ...], shape: tuple[int, int], kv_major: bool) -> BlockPairs:
-    """Returns the block pairs of static masks, sorted by the major block."""
-    return planned_block_pairs([one.mask for one in passes], shape, True)[0].sorted(kv_major)
+def _sorted_pairs(passes: tuple[Pass, ...], shape: tuple[int, int], transposed: bool) -> BlockPairs:
+    """Returns the block pairs of static masks, sorted by the outer block."""
+    return planned_block_pairs([one.mask for one in passes], shape, True)[0].sorted(transposed)
 
 
 def build_pass_lists(
     call: Call,
     operands: Operands,
     passes: tuple[Pass, ...],
-    major: RowTiling,
-    minor: RowTiling,
-    kv_major: bool,
+    outer: RowTiling,
+    inner: RowTiling,
+    transposed: bool,
     subblocks: int = 1,
 ) -> PassLists:
     """Builds the lists of a pass: at trace time, or on the device if selections, masks or segment ids are arrays.
 
-    Heads take ``passes`` in turn, () for a run-time mask or a selection. With ``kv_major``, lists are of key blocks, as
-    the kernels of dk and dv read them. A planned block of the minor side has several ``subblocks`` only where segment
-    ids are all that is dynamic.
+    Heads take ``passes`` in turn, () for a run-time mask or a selection. With ``transposed``, lists are of key blocks,
+    as the kernels of dk and dv read them. A planned inner block has several ``subblocks`` only where segment ids are
+    all that is dynamic.
     """
-    q, kv = (minor, major) if kv_major else (major, minor)
+    q, kv = (inner, outer) if transposed else (outer, inner)
     if operands.selection is not None or operands.mask is not None:
         pairs, tiles = run_time_blocks(operands, (q.block, kv.block), call.masks, True)
-        mask_bits, starts = pack_mask_bits(tiles, major, minor, kv_major), pairs.starts(kv_major)
+        mask_bits, starts = pack_mask_bits(tiles, outer, inner, transposed), pairs.starts(transposed)
     elif operands.segments is None:
-        return _static_lists(passes, major, minor, kv_major)
+        return _static_lists(passes, outer, inner, transposed)
     else:
-        pairs, mask_bits, starts = _divided_pairs(passes, major, minor, kv_major, subblocks)
+        pairs, mask_bits, starts = _divided_pairs(passes, outer, inner, transposed, subblocks)
     pairs = pairs.limit(operands.segments, operands.order_ids, (q.order, kv.order), (q.block, kv.block))
-    granularity = 0 if operands.selection is None or pairs.active_rows_mask is None else operands.selection.granularity
-    pairs = mask_overhang(pairs, minor)
-    lists = pairs.lists(kv_major) if starts is None else _compact_lists(pairs, starts, kv_major)
-    return PassLists(lists, mask_bits, pairs.longest(kv_major), granularity)
+    granularity = (
+        0 if operands.selection is None or pairs.active_query_groups is None else operands.selection.granularity
+    )
+    pairs = mask_overhang(pairs, inner)
+    lists = pairs.lists(transposed) if starts is None else _compact_lists(pairs, starts, transposed)
+    return PassLists(lists, mask_bits, pairs.longest(transposed), granularity)
 
 
 def _divided_pairs(
-    passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, kv_major: bool, subblocks: int
+    passes: tuple[Pass, ...], outer: RowTiling, inner: RowTiling, transposed: bool, subblocks: int
 ) -> tuple[BlockPairs, np.ndarray, np.ndarray | None]:
     """Returns sorted pairs of static masks, their mask bits, and the first pair of each list.
 
-    The device divides each planned block of the minor side into ``subblocks``.
+    The device divides each planned block of the inner side into ``subblocks``.
     """
-    planned_minor = dataclasses.replace(minor, block=minor.block * subblocks, tile=minor.tile * subblocks)
-    shape = (planned_minor.block, major.block) if kv_major else (major.block, planned_minor.block)
-    pairs = _sorted_pairs(passes, shape, kv_major)
-    starts = pairs.starts(kv_major)
+    planned_inner = dataclasses.replace(inner, block=inner.block * subblocks, tile=inner.tile * subblocks)
+    shape = (planned_inner.block, outer.block) if transposed else (outer.block, planned_inner.block)
+    pairs = _sorted_pairs(passes, shape, transposed)
+    starts = pairs.starts(transposed)
     if subblocks == 1:
-        return pairs, _static_bits(passes, major, minor, kv_major), starts
-    mask_bits, states = _divided_bits(passes, major, planned_minor, kv_major, subblocks)
-    pairs = pairs.cut_minor_blocks(subblocks, kv_major, states, minor.num_blocks)
+        return pairs, _static_bits(passes, outer, inner, transposed), starts
+    mask_bits, states = _divided_bits(passes, outer, planned_inner, transposed, subblocks)
+    pairs = pairs.cut_inner_blocks(subblocks, transposed, states, inner.num_blocks)
     return pairs, mask_bits, None if starts is None else starts * subblocks
 
 
 @bounded_cache()
 def _divided_bits(
-    passes: tuple[Pass, ...], major: RowTiling, planned_minor: RowTiling, kv_major: bool, subblocks: int
+    passes: tuple[Pass, ...], outer: RowTiling, planned_inner: RowTiling, transposed: bool, subblocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bits of divided mask tiles, those of a tile one after the other, and states for `cut_minor_blocks`."""
-    mask_bits = _static_bits(passes, major, planned_minor, kv_major)
+    """Returns bits of divided mask tiles, those of a tile one after the other, and states for `cut_inner_blocks`."""
+    mask_bits = _static_bits(passes, outer, planned_inner, transposed)
     # [1 + tiles, subblocks, rows, words]
     mask_bits = mask_bits.reshape(*mask_bits.shape[:2], subblocks, -1).swapaxes(1, 2)
     states = np.where((mask_bits == -1).all((2, 3)), FULL, np.where(mask_bits.any((2, 3)), PARTIAL, EMPTY))
     return np.concatenate([mask_bits[0, :1], mask_bits[1:].reshape(-1, *mask_bits.shape[2:])]), states
 
 
-def _compact_lists(pairs: BlockPairs, starts: np.ndarray, kv_major: bool) -> BlockLists:
+def _compact_lists(pairs: BlockPairs, starts: np.ndarray, transposed: bool) -> BlockLists:
     """Builds the lists of sorted pairs on the device, by `compact_kernel`; ``starts`` are those of `BlockPairs.starts`.
 
     A list begins where its pairs began, so there are gaps between lists.
     """
-    batches, heads, n = pairs.kind.shape
-    minor, blocks = pairs.row if kv_major else pairs.column, pairs.blocks[kv_major]
-    tile, active_rows_mask = pairs.tile, pairs.active_rows_mask
-    arrays = starts, pairs.kind, minor, tile, starts if active_rows_mask is None else active_rows_mask
+    batches, heads, n = pairs.state.shape
+    inner, blocks = pairs.q_block if transposed else pairs.kv_block, pairs.num_blocks[transposed]
+    tile, active_query_groups = pairs.mask_tile, pairs.active_query_groups
+    arrays = starts, pairs.state, inner, tile, starts if active_query_groups is None else active_query_groups
     entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
     outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 3), jnp.int32), entries, entries, entries]
-    outputs[3] = outputs[3] if active_rows_mask is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
-    sizes = CompactSizes(n, heads, blocks, len(minor), len(tile), CHUNK, active_rows_mask is not None, FULL)
+    outputs[3] = outputs[3] if active_query_groups is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
+    sizes = CompactSizes(n, heads, blocks, len(inner), len(tile), CHUNK, active_query_groups is not None, FULL)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
     spans, block, tile, selected_by = bridge.call_triton(
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
-    selected_by = None if active_rows_mask is None else selected_by
-    return BlockLists(spans, block, tile, selected_by, pairs.blocks[not kv_major], pairs.group)
+    selected_by = None if active_query_groups is None else selected_by
+    return BlockLists(spans, block, tile, selected_by, pairs.num_blocks[not transposed], pairs.heads_per_list)
 
 
 @bounded_cache()
-def _static_lists(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, kv_major: bool) -> PassLists:
-    shape = (minor.block, major.block) if kv_major else (major.block, minor.block)
-    lists = mask_overhang(_sorted_pairs(passes, shape, kv_major), minor).lists(kv_major)
+def _static_lists(passes: tuple[Pass, ...], outer: RowTiling, inner: RowTiling, transposed: bool) -> PassLists:
+    shape = (inner.block, outer.block) if transposed else (outer.block, inner.block)
+    lists = mask_overhang(_sorted_pairs(passes, shape, transposed), inner).lists(transposed)
     longest = int(lists.counts[..., 1].max(initial=0))
-    return PassLists(lists, _static_bits(passes, major, minor, kv_major), longest)
+    return PassLists(lists, _static_bits(passes, outer, inner, transposed), longest)
 
 
 @bounded_cache()
-def _static_bits(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, kv_major: bool) -> np.ndarray:
-    shape = (minor.block, major.block) if kv_major else (major.block, minor.block)
-    return pack_mask_bits(planned_block_pairs([one.mask for one in passes], shape, True)[1], major, minor, kv_major)
+def _static_bits(passes: tuple[Pass, ...], outer: RowTiling, inner: RowTiling, transposed: bool) -> np.ndarray:
+    shape = (inner.block, outer.block) if transposed else (outer.block, inner.block)
+    return pack_mask_bits(planned_block_pairs([one.mask for one in passes], shape, True)[1], outer, inner, transposed)
 
 
-def mask_overhang(pairs: BlockPairs, minor: RowTiling) -> BlockPairs:
-    """Returns the pairs, full ones as partial ones if tiles of the minor side reach beyond their block."""
-    if minor.tiles_fill_block:
+def mask_overhang(pairs: BlockPairs, inner: RowTiling) -> BlockPairs:
+    """Returns the pairs, full ones as partial ones if tiles of the inner side reach beyond their block."""
+    if inner.tiles_fill_block:
         return pairs
-    xp: Any = np if isinstance(pairs.kind, np.ndarray) else jnp
-    return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FULL, PARTIAL, pairs.kind))
+    xp: Any = np if isinstance(pairs.state, np.ndarray) else jnp
+    return dataclasses.replace(pairs, state=xp.where(pairs.state == FULL, PARTIAL, pairs.state))
 
 
-def pack_mask_bits(tiles: Any, major: RowTiling, minor: RowTiling, kv_major: bool) -> Any:
+def pack_mask_bits(tiles: Any, outer: RowTiling, inner: RowTiling, transposed: bool) -> Any:
     """Packs mask tiles, bool [n, bq, bkv] of JAX or numpy's `pack_tiles`, into `PassLists.mask_bits`."""
     # Packed heads share a bit, so the bits of a block of queries fit a word.
-    rows = 1 if major.gathers_rows else major.tiles_per_block * major.tile // major.pack
-    words = minor.tiles_per_block * minor.tile if minor.pack == 1 else 32
-    padding = [(0, rows - major.block), (0, words - minor.block)]
+    rows = 1 if outer.gathers_rows else outer.tiles_per_block * outer.tile // outer.pack
+    words = inner.tiles_per_block * inner.tile if inner.pack == 1 else 32
+    padding = [(0, rows - outer.block), (0, words - inner.block)]
     if isinstance(tiles, np.ndarray):
-        everything = np.ones((1, major.block, minor.block), bool)
-        columns, chunks = (major if kv_major else minor).block, [everything]
+        everything = np.ones((1, outer.block, inner.block), bool)
+        columns, chunks = (outer if transposed else inner).block, [everything]
         for start in range(0, len(tiles), 256):
             chunk = unpack_tiles(tiles[start : start + 256], columns)
-            chunks.append(chunk.swapaxes(1, 2) if kv_major else chunk)
+            chunks.append(chunk.swapaxes(1, 2) if transposed else chunk)
         words = [np.packbits(np.pad(x, [(0, 0), *padding]), axis=2, bitorder="little") for x in chunks]
         return np.concatenate(words).view(np.int32)
-    tiles = tiles.swapaxes(1, 2) if kv_major else tiles
+    tiles = tiles.swapaxes(1, 2) if transposed else tiles
     tiles = jnp.concatenate([jnp.ones((1, *tiles.shape[1:]), bool), tiles])
     words = jnp.pad(tiles, [(0, 0), *padding]).reshape(len(tiles), rows, -1, 32)
     return jax.lax.bitcast_convert_type(

@@ -122,40 +122,40 @@ class GroupPass:
         """Both row orders in words."""
         return self.passes[0].order_text if self.passes else "natural order"
 
-    def block_shape(self, *, kv_major: bool) -> tuple[int, int]:
-        """Returns (bq, bkv) of the planned lists, or of a run-time mask's; those of key blocks with ``kv_major``."""
+    def block_shape(self, *, transposed: bool) -> tuple[int, int]:
+        """Returns (bq, bkv) of the planned lists, or of a run-time mask's; those of key blocks with ``transposed``."""
         sizes = self.passes[0] if self.passes else self.call
-        return sizes.bwd_shape if kv_major else sizes.fwd_shape
+        return sizes.bwd_shape if transposed else sizes.fwd_shape
 
     def same_rows(self, second: "GroupPass") -> bool:
         """True if one kernel can compute both passes: query rows are the same, and the number of masks."""
         return self.q_order == second.q_order and len(self.passes) == len(second.passes)
 
-    def heads_by_list(self, *, kv_major: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
+    def heads_by_list(self, *, transposed: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the query heads of the pass, and bool [list heads, query heads]: those whose lists a program walks.
 
         A program for dk and dv walks the lists of all query heads of its key head.
         """
         heads = self.first + self.step * np.arange(0, self.heads, pack)
-        if not kv_major:
+        if not transposed:
             return heads, np.eye(len(heads), dtype=bool)
         kv_heads = self.operands.key.shape[2]
         return heads, heads // (self.operands.query.shape[2] // kv_heads) == np.arange(kv_heads)[:, None]
 
     def count_steps(
-        self, walked_lists: Sequence[tuple[RowTiling, PassLists]], *, kv_major: bool, pack: int
+        self, walked_lists: Sequence[tuple[RowTiling, PassLists]], *, transposed: bool, pack: int
     ) -> tuple[Any, Any]:
         """Counts the steps of work tiles [LB, work tiles], and those before each query head [LB, heads, blocks].
 
-        Both are numpy arrays if the lists are static. The second is None unless ``kv_major``: other work tiles have one
-        query head.
+        Both are numpy arrays if the lists are static. The second is None unless ``transposed``: other work tiles have
+        one query head.
         """
-        heads, members = self.heads_by_list(kv_major=kv_major, pack=pack)
+        heads, members = self.heads_by_list(transposed=transposed, pack=pack)
         steps: Any = 0
-        for minor, lists in walked_lists:
+        for inner, lists in walked_lists:
             counts = lists.block_lists.counts[..., 1]
-            steps = steps + minor.num_steps(counts[:, heads // lists.block_lists.group % counts.shape[1]])
-        if not kv_major:
+            steps = steps + inner.num_steps(counts[:, heads // lists.block_lists.heads_per_list % counts.shape[1]])
+        if not transposed:
             return steps.reshape(len(steps), steps.shape[1] * steps.shape[2]), None
         sums = (steps[:, None] * members.astype(np.int32)[None, :, :, None]).sum(2)
         before = steps.cumsum(1) - steps
@@ -225,8 +225,8 @@ class SelectedRows(GroupPass):
     @functools.cached_property
     def live(self) -> jax.Array:
         """Selections that attend to a block, bool [B, T, k, N]; the others are -1, masked or repeated."""
-        kind, group = self._pairs.kind, self._pairs.group
-        live = jnp.repeat(kind != EMPTY, group, axis=1)
+        state, group = self._pairs.state, self._pairs.heads_per_list
+        live = jnp.repeat(state != EMPTY, group, axis=1)
         return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
 
     def by_token(self, x: jax.Array) -> jax.Array:
@@ -236,9 +236,9 @@ class SelectedRows(GroupPass):
     def lists_by_key(self, q: RowTiling, kv: RowTiling) -> PassLists:
         """Builds the list of each key block: the rows that selected it."""
         assert self.table is not None
-        rows = jax.lax.broadcasted_iota(jnp.int32, self._pairs.kind.shape, 2)
+        rows = jax.lax.broadcasted_iota(jnp.int32, self._pairs.state.shape, 2)
         pairs = mask_overhang(self._pairs, kv)
-        pairs = dataclasses.replace(pairs, row=rows, blocks=(self.q_order.rows, pairs.blocks[1]))
+        pairs = dataclasses.replace(pairs, q_block=rows, num_blocks=(self.q_order.rows, pairs.num_blocks[1]))
         return PassLists(pairs.lists(True), pack_mask_bits(self.table[1], q, kv, False), self.q_order.length)
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """The work tiles of a launch: the order in which they begin, and the splits of those that would take too long.
 
-A work tile is a head and a block of the major side, with as many steps as its lists have tiles. Where a list is much
+A work tile is a head and a block of the outer side, with as many steps as its lists have tiles. Where a list is much
 longer than others (global tokens, a popular block, a few queries over many keys) its work tile is split: a first launch
 walks over the splits, each with a result of its own, and the launch of all work tiles then merges these in their order.
 """

@@ -1,11 +1,11 @@
 """Functions and bundles of the Triton kernels: work tiles, rows and tokens, mask tiles, scores.
 
-**A program holds a tile of its major side.** These are queries in the forward and dq kernels, keys in the others.
+**A program holds a tile of its outer side.** These are queries in the forward and dq kernels, keys in the others.
 
-**It walks a list of the minor side.** `BlockLists` has a list of minor blocks for each head and major block. Full
+**It walks a list of the inner side.** `BlockLists` has a list of inner blocks for each head and outer block. Full
 blocks come first.
 
-**A step is one minor tile.** A block has one or more tiles. If the minor side is gathered, an entry is a single row,
+**A step is one inner tile.** A block has one or more tiles. If the inner side is gathered, an entry is a single row,
 and a tile has many entries.
 
 **Rows are those of the pass.** A row order maps a row to its token, and a token to its row.
@@ -82,7 +82,7 @@ class BlockListShapes(NamedTuple):
 
     BATCHES: int  # batch entries and heads with lists
     HEADS: int
-    GROUP: int  # neighbouring query heads that share a list
+    HEADS_PER_LIST: int  # neighbouring query heads that share a list
     ANY_FULL: bool
     ANY_PARTIAL: bool
     GRANULARITY: int  # neighbouring queries that select blocks together; 0 without a selection
@@ -91,7 +91,7 @@ class BlockListShapes(NamedTuple):
 class WorkSchedule(NamedTuple):
     """Work tiles of a launch: their number, order and splits."""
 
-    BLOCKS: int  # of the major side
+    BLOCKS: int  # of the outer side
     ORDERED: bool  # True if ``work_tiles`` orders the work tiles
     SPLITS: bool  # True if each program computes a split and stores its own result
     MERGED: bool  # True if programs merge the results of splits of an earlier launch, see ``splits``
@@ -116,7 +116,7 @@ class BlockListPointers(NamedTuple):
     spans: Any
     entries: Any
     mask_tiles: Any
-    active_rows_mask: Any
+    active_query_groups: Any
     mask_bits: Any
     q_ids: Any
     kv_ids: Any
@@ -143,7 +143,7 @@ class WorkTile(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """The major rows of a program, [TILE] each."""
+    """The outer rows of a program, [TILE] each."""
 
     row_in_block: Any
     row: Any
@@ -168,7 +168,7 @@ class Span(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The minor rows of a step, [TILE] each; of gathered rows ``entry``, too."""
+    """The inner rows of a step, [TILE] each; of gathered rows ``entry``, too."""
 
     entry: Any  # index of the entry in the list
     tile: Any  # index of the tile in the block
@@ -217,8 +217,8 @@ def load_work_tile(schedule, batch, X: tl.constexpr, HEADS: tl.constexpr, PACK: 
 
 @triton.jit
 def load_span(spans, batch, head, block, X: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
-    """Loads the `Span` of the list of a query head and a major block."""
-    line = ((batch % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
+    """Loads the `Span` of the list of a query head and an outer block."""
+    line = ((batch % L.BATCHES) * L.HEADS + head // L.HEADS_PER_LIST % L.HEADS) * W.BLOCKS + block
     first = tl.load(spans + line * 3)
     num_full, num_entries = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
     if X.GATHERED:  # a tile with any partial entry is partial
@@ -246,7 +246,7 @@ def move_to_list(lists, span):
         lists.spans,
         lists.entries + first,
         lists.mask_tiles + first,
-        lists.active_rows_mask + first,
+        lists.active_query_groups + first,
         lists.mask_bits,
         lists.q_ids,
         lists.kv_ids,
@@ -391,40 +391,40 @@ def query_addresses(
 
 
 @triton.jit
-def load_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    """Loads the mask [rows, MINOR.TILE] of an entry; a row of a mask tile has the bits of all minor rows."""
-    if MINOR.GATHERED:
-        return _load_gathered_mask(lists, entry, row_in_block, MAJOR)
+def load_mask(lists, entry, tile, row_in_block, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Loads the mask [rows, INNER.TILE] of an entry; a row of a mask tile has the bits of all inner rows."""
+    if INNER.GATHERED:
+        return _load_gathered_mask(lists, entry, row_in_block, OUTER)
     else:
-        return _load_block_mask(lists, entry, tile, row_in_block, MAJOR, MINOR)
+        return _load_block_mask(lists, entry, tile, row_in_block, OUTER, INNER)
 
 
 @triton.jit
-def _load_gathered_mask(lists, entry, row_in_block, MAJOR: tl.constexpr):
-    """Loads the mask of gathered rows; each has a mask tile of words with the bits of all major rows."""
-    bits = lists.mask_bits + (tl.load(lists.mask_tiles + entry).to(tl.int64) + 1) * (MAJOR.TILES * MAJOR.TILE // 32)
+def _load_gathered_mask(lists, entry, row_in_block, OUTER: tl.constexpr):
+    """Loads the mask of gathered rows; each has a mask tile of words with the bits of all outer rows."""
+    bits = lists.mask_bits + (tl.load(lists.mask_tiles + entry).to(tl.int64) + 1) * (OUTER.TILES * OUTER.TILE // 32)
     word = tl.load(bits)[None, :]
-    for i in tl.static_range(1, MAJOR.TILE // 32):
+    for i in tl.static_range(1, OUTER.TILE // 32):
         word = tl.where(row_in_block[:, None] < i * 32, word, tl.load(bits + i)[None, :])
     return ((word >> (row_in_block & 31)[:, None]) & 1) != 0
 
 
 @triton.jit
-def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    """Loads the mask of a tile of a minor block."""
-    words: tl.constexpr = tl.constexpr(1) if MINOR.PACK > 1 else MINOR.TILES * MINOR.TILE // 32
+def _load_block_mask(lists, entry, tile, row_in_block, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Loads the mask of a tile of an inner block."""
+    words: tl.constexpr = tl.constexpr(1) if INNER.PACK > 1 else INNER.TILES * INNER.TILE // 32
     mask_tile = tl.load(lists.mask_tiles + entry).to(tl.int64) + 1  # the first one allows every pair
-    rows: tl.constexpr = MAJOR.TILES * MAJOR.TILE // MAJOR.PACK
-    bits = lists.mask_bits + mask_tile * (rows * words) + row_in_block // MAJOR.PACK * words
-    column = tl.arange(0, MINOR.TILE)
-    if MINOR.PACK > 1:
-        query = (tile * MINOR.TILE + column) // MINOR.PACK & 31  # the bits of rows beyond the block do not matter
+    rows: tl.constexpr = OUTER.TILES * OUTER.TILE // OUTER.PACK
+    bits = lists.mask_bits + mask_tile * (rows * words) + row_in_block // OUTER.PACK * words
+    column = tl.arange(0, INNER.TILE)
+    if INNER.PACK > 1:
+        query = (tile * INNER.TILE + column) // INNER.PACK & 31  # the bits of rows beyond the block do not matter
         return ((tl.load(bits)[:, None] >> query[None, :]) & 1) != 0
-    bits += tile * (MINOR.TILE // 32)
+    bits += tile * (INNER.TILE // 32)
     word = tl.load(bits)[:, None]
-    if MINOR.TILE > 32:
+    if INNER.TILE > 32:
         word = tl.where(column[None, :] < 32, word, tl.load(bits + 1)[:, None])
-    if MINOR.TILE > 64:
+    if INNER.TILE > 64:
         third, fourth = tl.load(bits + 2)[:, None], tl.load(bits + 3)[:, None]
         word = tl.where(column[None, :] < 64, word, tl.where(column[None, :] < 96, third, fourth))
     return ((word >> (column & 31)[None, :]) & 1) != 0
@@ -433,7 +433,7 @@ def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINO
 @triton.jit
 def has_selected(lists, entry, row_in_block, Q: tl.constexpr, L: tl.constexpr):
     """True where the queries of rows selected an entry; bit i is that of queries GRANULARITY * i and following."""
-    return ((tl.load(lists.active_rows_mask + entry) >> (row_in_block // Q.PACK // L.GRANULARITY)) & 1) != 0
+    return ((tl.load(lists.active_query_groups + entry) >> (row_in_block // Q.PACK // L.GRANULARITY)) & 1) != 0
 
 
 @triton.jit

@@ -32,12 +32,12 @@ class Launch:
 
     kernel: Kernel  # "forward" computes out and lse, "dq" dq, "dkv" dk and dv, and "dqkv" all three gradients
     engine: Engine
-    work: GroupPass  # the pass, or two that are fused, with shapes for arrays
-    group: int  # index of the head group
+    group_pass: GroupPass  # the pass, or two that are fused, with shapes for arrays
+    head_group: int  # index of the head group
     # True if the kernel adds to the results of earlier launches, else its results are added to them afterwards.
     accumulates: bool
-    rounded: bool  # True to store results (of "dqkv" dq) in the dtype of the query, else in float32
-    rounded_kv: bool = False  # the same of dk and dv of "dqkv"
+    in_input_dtype: bool  # True to store results (of "dqkv" dq) in the dtype of the query, else in float32
+    kv_in_input_dtype: bool = False  # the same of dk and dv of "dqkv"
     reason: str | None = None  # why the preferred engine does not compute the work; None where it does
 
 
@@ -80,22 +80,24 @@ class Route(NamedTuple):
                 continue
             for launch in launches:
                 if launch.reason is not None:
-                    name = f"{direction}{self._work(launch)}{condition}"
+                    name = f"{direction}{self._orders_and_heads(launch)}{condition}"
                     names_by_reason.setdefault(launch.reason, []).append(name)
         return [
             f"Triton runs {' and '.join(dict.fromkeys(names))}, because {reason}"
             for reason, names in names_by_reason.items()
         ]
 
-    def _work(self, launch: Launch) -> str:
+    def _orders_and_heads(self, launch: Launch) -> str:
         """The row orders and the heads of a launch in brackets, if the call has several of them."""
-        row_orders = {work.orders for x in (*self.forward, *self.backward) for work in x.work.unfused()}
-        words = []
+        row_orders = {
+            group_pass.orders for x in (*self.forward, *self.backward) for group_pass in x.group_pass.unfused()
+        }
+        texts = []
         if len(row_orders) > 1:
-            words.append(" and ".join(dict.fromkeys(work.orders for work in launch.work.unfused())))
+            texts.append(" and ".join(dict.fromkeys(group_pass.orders for group_pass in launch.group_pass.unfused())))
         if len(self.groups) > 1:
-            words.append(head_names(self.groups[launch.group].first, self.groups[launch.group].step))
-        return f" ({'; '.join(words)})" if words else ""
+            texts.append(head_names(self.groups[launch.head_group].first, self.groups[launch.head_group].step))
+        return f" ({'; '.join(texts)})" if texts else ""
 
 
 def route(implementation: str, call: Call, operands: Operands) -> Route:
@@ -111,11 +113,17 @@ def _route(
 ) -> Route:
     shapes: Operands = jax.tree.unflatten(structure, leaves)
     groups = head_groups_of(call, shapes, merge=True)
-    works = [[GroupPass(call, shapes, heads.first, heads.step, one) for one in heads.passes] for heads in groups]
-    reasons = tuple(_pick_engine(engines, work, "forward").reason for passes in works for work in passes)
-    forward = [launch for group, passes in enumerate(works) for launch in _forward_launches(engines, passes, group)]
+    group_passes = [[GroupPass(call, shapes, heads.first, heads.step, one) for one in heads.passes] for heads in groups]
+    reasons = tuple(
+        _pick_engine(engines, group_pass, "forward").reason for passes in group_passes for group_pass in passes
+    )
+    forward = [
+        launch
+        for head_group, passes in enumerate(group_passes)
+        for launch in _forward_launches(engines, passes, head_group)
+    ]
     kv_outer = _kv_outer(engines, call, shapes)
-    return Route(groups, tuple(forward), _backward_launches(engines, works), *kv_outer, reasons)
+    return Route(groups, tuple(forward), _backward_launches(engines, group_passes), *kv_outer, reasons)
 
 
 def _kv_outer(engines: tuple[Engine, ...], call: Call, shapes: Operands) -> tuple[KvOuter | None, KvOuter | None]:
@@ -148,118 +156,128 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     return query_gather.unsupported(call, operands, operands.selection.block // subblocks_per_block(call, operands))
 
 
-class _EngineWork(NamedTuple):
+class _EnginePass(NamedTuple):
     """One pass, or two that are fused, with the engine that computes them."""
 
-    work: GroupPass
+    group_pass: GroupPass
     engine: Engine
     reason: str | None  # why it is not the preferred engine; None where it is
     each_key_once: bool  # True if the kernel for dq computes dk and dv, too, see `triton_gpu.launch.each_key_once`
 
 
-def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -> _EngineWork:
+def _pick_engine(engines: tuple[Engine, ...], group_pass: GroupPass, direction: str) -> _EnginePass:
     """Returns a pass with its engine in a direction, "forward" or "backward"."""
     from ..triton_gpu import launch as triton
 
-    once = direction == "backward" and triton.each_key_once(work)
+    once = direction == "backward" and triton.each_key_once(group_pass)
     if engines == ("triton",):
-        return _EngineWork(work, "triton", None, once)
+        return _EnginePass(group_pass, "triton", None, once)
     from ..hopper_gpu import launch as hopper
 
     if once:
         reason = "each key is in one block list, so one Triton kernel has dq, dk and dv and writes each once"
     else:
-        reason = hopper.unsupported(work, direction)
-    return _EngineWork(work, "hopper" if reason is None else "triton", reason, once)
+        reason = hopper.unsupported(group_pass, direction)
+    return _EnginePass(group_pass, "hopper" if reason is None else "triton", reason, once)
 
 
-def _fuse_passes(engines: tuple[Engine, ...], works: Sequence[GroupPass], direction: str) -> list[_EngineWork]:
+def _fuse_passes(engines: tuple[Engine, ...], group_passes: Sequence[GroupPass], direction: str) -> list[_EnginePass]:
     """Returns passes and their engines, those of some queries first; two are one where a kernel can compute both."""
-    fused: list[_EngineWork] = []
-    for work in sorted(works, key=lambda work: work.q_order.covers_all_tokens):
-        picked = _pick_engine(engines, work, direction)
+    fused: list[_EnginePass] = []
+    for group_pass in sorted(group_passes, key=lambda group_pass: group_pass.q_order.covers_all_tokens):
+        picked = _pick_engine(engines, group_pass, direction)
         for i, (partner, engine, *_) in enumerate(fused):
-            if partner.fused_with is None and engine == picked.engine and _can_fuse(engine, partner, work, direction):
-                fused[i] = _pick_engine(engines, partner.fuse(work), direction)
+            if (
+                partner.fused_with is None
+                and engine == picked.engine
+                and _can_fuse(engine, partner, group_pass, direction)
+            ):
+                fused[i] = _pick_engine(engines, partner.fuse(group_pass), direction)
                 break
         else:
             fused.append(picked)
     return fused
 
 
-def _can_fuse(engine: Engine, work: GroupPass, second: GroupPass, direction: str) -> bool:
+def _can_fuse(engine: Engine, group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
     if engine == "triton":
-        return work.same_rows(second)
+        return group_pass.same_rows(second)
     from ..hopper_gpu import launch as hopper
 
-    return hopper.can_fuse(work, second, direction)
+    return hopper.can_fuse(group_pass, second, direction)
 
 
-def _forward_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
+def _forward_launches(engines: tuple[Engine, ...], group_passes: Sequence[GroupPass], head_group: int) -> list[Launch]:
     """Returns the forward launches of a head group."""
-    fused = _fuse_passes(engines, works, "forward")
-    rounded = _may_round([x.work for x in fused if x.work.q_order.covers_all_tokens])
+    fused = _fuse_passes(engines, group_passes, "forward")
+    in_input_dtype = _may_round([x.group_pass for x in fused if x.group_pass.q_order.covers_all_tokens])
     launches = []
-    for i, (work, engine, reason, _) in enumerate(fused):
-        starts = i == 0 or work.q_order.covers_all_tokens
-        launches.append(Launch("forward", engine, work, group, starts, starts and rounded(work), reason=reason))
+    for i, (group_pass, engine, reason, _) in enumerate(fused):
+        starts = i == 0 or group_pass.q_order.covers_all_tokens
+        launches.append(
+            Launch(
+                "forward", engine, group_pass, head_group, starts, starts and in_input_dtype(group_pass), reason=reason
+            )
+        )
     return launches
 
 
-def _backward_launches(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]]) -> tuple[Launch, ...]:
+def _backward_launches(engines: tuple[Engine, ...], group_passes: Sequence[Sequence[GroupPass]]) -> tuple[Launch, ...]:
     """Returns the backward launches of all head groups; dk and dv are sums over them."""
     dq_launches: list[Launch] = []
     dkv_launches: list[Launch] = []  # of passes whose dk and dv need a dkv kernel
-    for group, group_passes in enumerate(works):
-        launches = _dq_launches(engines, group_passes, group)
+    for head_group, passes in enumerate(group_passes):
+        launches = _dq_launches(engines, passes, head_group)
         dkv_launches += [
-            Launch("dkv", "triton", work, group, work.kv_order.covers_all_tokens, False, reason=x.reason)
+            Launch(
+                "dkv", "triton", group_pass, head_group, group_pass.kv_order.covers_all_tokens, False, reason=x.reason
+            )
             for x in launches
             if x.kernel == "dq"
-            for work in x.work.unfused()
+            for group_pass in x.group_pass.unfused()
         ]
         dq_launches += launches
     # Passes over some keys come before those that write dk and dv of all keys.
     some = [x for x in dkv_launches if not x.accumulates]
     every = [x for x in dkv_launches if x.accumulates]
-    rounded = _may_round([x.work for x in (*(x for x in dq_launches if x.kernel == "dqkv"), *every)])
+    in_input_dtype = _may_round([x.group_pass for x in (*(x for x in dq_launches if x.kernel == "dqkv"), *every)])
     return (
         *some,
-        *(dataclasses.replace(launch, rounded_kv=rounded(launch.work)) for launch in dq_launches),
-        *(dataclasses.replace(launch, rounded=rounded(launch.work)) for launch in every),
+        *(dataclasses.replace(launch, kv_in_input_dtype=in_input_dtype(launch.group_pass)) for launch in dq_launches),
+        *(dataclasses.replace(launch, in_input_dtype=in_input_dtype(launch.group_pass)) for launch in every),
     )
 
 
-def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
+def _dq_launches(engines: tuple[Engine, ...], group_passes: Sequence[GroupPass], head_group: int) -> list[Launch]:
     """Returns the launches of a head group that compute dq; a Hopper kernel adds to it in float32."""
-    fused = _fuse_passes(engines, works, "backward")
+    fused = _fuse_passes(engines, group_passes, "backward")
     kernels: dict[GroupPass, Kernel] = {
-        x.work: "dqkv" if x.engine == "hopper" or x.each_key_once else "dq" for x in fused
+        x.group_pass: "dqkv" if x.engine == "hopper" or x.each_key_once else "dq" for x in fused
     }
     # Of the passes over all queries, those that write dk and dv of some keys come before those that write all. Of the
     # latter, those with each key in one list come first: their kernel computes most, and need not read earlier results.
     fused.sort(
         key=lambda x: (
-            x.work.q_order.covers_all_tokens,
-            x.work.kv_order.covers_all_tokens or kernels[x.work] == "dq",
+            x.group_pass.q_order.covers_all_tokens,
+            x.group_pass.kv_order.covers_all_tokens or kernels[x.group_pass] == "dq",
             not x.each_key_once,
         )
     )
-    rounded = _may_round([x.work for x in fused if x.work.q_order.covers_all_tokens])
+    in_input_dtype = _may_round([x.group_pass for x in fused if x.group_pass.q_order.covers_all_tokens])
     return [
         Launch(
-            kernels[work],
+            kernels[group_pass],
             engine,
-            work,
-            group,
-            accumulates=i == 0 or work.q_order.covers_all_tokens,
-            rounded=rounded(work) and not any(later.engine == "hopper" for later in fused[i + 1 :]),
+            group_pass,
+            head_group,
+            accumulates=i == 0 or group_pass.q_order.covers_all_tokens,
+            in_input_dtype=in_input_dtype(group_pass) and not any(later.engine == "hopper" for later in fused[i + 1 :]),
             reason=reason,
         )
-        for i, (work, engine, reason, _) in enumerate(fused)
+        for i, (group_pass, engine, reason, _) in enumerate(fused)
     ]
 
 
-def _may_round(works: Sequence[GroupPass]) -> Any:
+def _may_round(group_passes: Sequence[GroupPass]) -> Any:
     """Returns a predicate of passes over all tokens: True if one may round its results, of more than two the last."""
-    return lambda work: len(works) <= 2 or work is works[-1]
+    return lambda group_pass: len(group_passes) <= 2 or group_pass is group_passes[-1]

@@ -88,8 +88,8 @@ def _mark_padding(operands: Operands) -> Operands:
 
 def _run_forward(planned: Route, operands: Operands) -> tuple[jax.Array, jax.Array]:
     results = [
-        _run_group(heads, [launch for launch in planned.forward if launch.group == group], operands)
-        for group, heads in enumerate(planned.groups)
+        _run_group(heads, [launch for launch in planned.forward if launch.head_group == head_group], operands)
+        for head_group, heads in enumerate(planned.groups)
     ]
     outs, lses = zip(*results, strict=True)
     return join_heads(outs).astype(operands.query.dtype), join_heads(lses)
@@ -99,7 +99,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     """Returns (out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
     sinks = operands.sinks
     # Kernels start from the sinks if only one pass starts each query; otherwise sinks are merged at the end.
-    in_kernels = sum(not x.work.q_order.covers_all_tokens for x in launches) < min(2, len(launches))
+    in_kernels = sum(not x.group_pass.q_order.covers_all_tokens for x in launches) < min(2, len(launches))
     state = None
     for launch in launches:
         if launch.accumulates:
@@ -109,7 +109,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
             assert state is not None
             update = _launch_forward(launch, operands, None, None)
             out, lse = merge_by_lse(state.by_token(), update.by_token())
-            state = PassResults(RowOrder(launch.work.q_order.length), (out, lse.swapaxes(1, 2)))
+            state = PassResults(RowOrder(launch.group_pass.q_order.length), (out, lse.swapaxes(1, 2)))
     if state is None:
         zeros = jnp.zeros_like(heads.select(operands.query)[..., 0], jnp.float32)
         out, lse = zeros[..., None] * jnp.zeros(operands.value.shape[-1]), zeros - jnp.inf
@@ -124,12 +124,12 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
 def _launch_forward(
     launch: Launch, operands: Operands, earlier: PassResults | None, sinks: jax.Array | None
 ) -> PassResults:
-    work = launch.work.bind(operands)
+    group_pass = launch.group_pass.bind(operands)
     if launch.engine == "triton":
-        return triton.forward(work, earlier, sinks, launch.rounded)
+        return triton.forward(group_pass, earlier, sinks, launch.in_input_dtype)
     from ..hopper_gpu import launch as hopper
 
-    return hopper.forward(work, earlier, sinks, launch.rounded)
+    return hopper.forward(group_pass, earlier, sinks, launch.in_input_dtype)
 
 
 def _run_backward(
@@ -140,14 +140,14 @@ def _run_backward(
     dqs: list[PassResults | None] = [None] * len(planned.groups)
     dkv: PassResults | None = None
     for launch in planned.backward:
-        work, group = launch.work.bind(operands), launch.group
+        group_pass, head_group = launch.group_pass.bind(operands), launch.head_group
         if launch.kernel == "dkv":
-            dkv_of_launch = triton.dkv(work, inputs, dkv if launch.accumulates else None, launch.rounded)
+            dkv_of_launch = triton.dkv(group_pass, inputs, dkv if launch.accumulates else None, launch.in_input_dtype)
             dkv = dkv_of_launch if dkv is None or launch.accumulates else dkv.add(dkv_of_launch)
             continue
-        earlier = dqs[group]
-        dq, dkv_of_launch = _launch_dq(launch, work, inputs, earlier if launch.accumulates else None, dkv)
-        dqs[group] = dq if earlier is None or launch.accumulates else earlier.add(dq)
+        earlier = dqs[head_group]
+        dq, dkv_of_launch = _launch_dq(launch, group_pass, inputs, earlier if launch.accumulates else None, dkv)
+        dqs[head_group] = dq if earlier is None or launch.accumulates else earlier.add(dq)
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
     dq_groups = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]
@@ -158,12 +158,14 @@ def _run_backward(
 
 
 def _launch_dq(
-    launch: Launch, work, inputs: BackwardInputs, earlier: PassResults | None, dkv: PassResults | None
+    launch: Launch, group_pass, inputs: BackwardInputs, earlier: PassResults | None, dkv: PassResults | None
 ) -> tuple[PassResults, PassResults | None]:
     with_dkv = launch.kernel == "dqkv"
     earlier_kv = dkv if with_dkv else None
     if launch.engine == "triton":
-        return triton.dq(work, inputs, earlier, earlier_kv, launch.rounded, launch.rounded_kv, with_dkv)
+        return triton.dq(
+            group_pass, inputs, earlier, earlier_kv, launch.in_input_dtype, launch.kv_in_input_dtype, with_dkv
+        )
     from ..hopper_gpu import launch as hopper
 
-    return hopper.dqkv(work, inputs, earlier, earlier_kv, launch.rounded_kv)
+    return hopper.dqkv(group_pass, inputs, earlier, earlier_kv, launch.kv_in_input_dtype)

@@ -226,7 +226,7 @@ def _apply_mask(scores, words, entry, q_tile_in_block, lists, A: gl.constexpr, L
     scores = apply_mask_bits(scores, words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
     if L.GRANULARITY > 0:
-        is_selected = (gl.load(lists.active_rows_mask + entry) >> (column // L.GRANULARITY)) & 1
+        is_selected = (gl.load(lists.active_query_groups + entry) >> (column // L.GRANULARITY)) & 1
         scores = gl.where((is_selected != 0)[None, :], scores, float("-inf"))
     return scores
 
@@ -391,7 +391,7 @@ def hopper_backward_kernel(
     spans,  # this and all up to ``mask_bits``: as in `hopper_forward_kernel`, by blocks of keys
     entries,
     mask_tiles,
-    active_rows_mask,
+    active_query_groups,
     mask_bits,  # int32 [1 + tiles, N, Q.BLOCK / 32]
     q_ids,
     kv_ids,
@@ -427,7 +427,7 @@ def hopper_backward_kernel(
     ready = Ready(q=q_ready, dout=dout_ready, kv=allocate_barriers(2, 1))
     fence_async_shared()
     descs = Descriptors(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
-    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
+    lists = HopperBlockLists(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     schedule = SplitSchedule(work_tiles, splits)
     gl.warp_specialize(
         [

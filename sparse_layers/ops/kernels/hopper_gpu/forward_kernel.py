@@ -245,7 +245,7 @@ def _apply_mask(scores, words, row_in_tile, step, batch, q_ids, lists, A: gl.con
     """Sets scores [64, N] of a partial step to -inf where the mask, selection or ids exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
-        selected_by = gl.load(lists.active_rows_mask + step // STEPS_PER_BLOCK)
+        selected_by = gl.load(lists.active_query_groups + step // STEPS_PER_BLOCK)
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
         words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
     if A.NUM_IDS > 0:
@@ -412,7 +412,7 @@ def hopper_forward_kernel(
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
-    active_rows_mask,
+    active_query_groups,
     mask_bits,  # int32 [1 + tiles, Q.BLOCK, KV.BLOCK / 32]
     q_ids,  # int32 [B, NUM_IDS, Q.ROWS] by row: segment ids, -2 in padding; order ids
     kv_ids,  # int32 [B, NUM_IDS, KV.ROWS] by row: segment ids, -1 in padding; order ids
@@ -445,7 +445,7 @@ def hopper_forward_kernel(
     ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
-    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
+    lists = HopperBlockLists(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [

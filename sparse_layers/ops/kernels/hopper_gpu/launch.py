@@ -66,35 +66,37 @@ def _fused_lists(passes: tuple[Pass, ...], second_passes: tuple[Pass, ...], q: R
         planned_block_pairs([x.mask for x in group], shape, True) for group in (passes, second_passes)
     )
     assert tiles is not None and second_tiles is not None
-    tile = np.where(second_pairs.tile < 0, second_pairs.tile, second_pairs.tile + len(tiles))
+    tile = np.where(second_pairs.mask_tile < 0, second_pairs.mask_tile, second_pairs.mask_tile + len(tiles))
     joined = (
-        (pairs.row, second_pairs.row),
-        (pairs.column, second_pairs.column + pairs.blocks[1]),
-        (pairs.kind, second_pairs.kind),
-        (pairs.tile, tile),
+        (pairs.q_block, second_pairs.q_block),
+        (pairs.kv_block, second_pairs.kv_block + pairs.num_blocks[1]),
+        (pairs.state, second_pairs.state),
+        (pairs.mask_tile, tile),
     )
-    row, column, kind, tile = (np.concatenate(pair, axis=-1) for pair in joined)
-    fused = BlockPairs(row, column, kind, tile, None, (pairs.blocks[0], pairs.blocks[1] + second_pairs.blocks[1]))
-    mask_bits = pack_mask_bits(np.concatenate([tiles, second_tiles]), q, kv, kv_major=False)
-    return PassLists(fused.lists(kv_major=False), mask_bits, fused.longest(kv_major=False))
+    row, column, state, tile = (np.concatenate(pair, axis=-1) for pair in joined)
+    fused = BlockPairs(
+        row, column, state, tile, None, (pairs.num_blocks[0], pairs.num_blocks[1] + second_pairs.num_blocks[1])
+    )
+    mask_bits = pack_mask_bits(np.concatenate([tiles, second_tiles]), q, kv, transposed=False)
+    return PassLists(fused.lists(transposed=False), mask_bits, fused.longest(transposed=False))
 
 
-def unsupported(work: GroupPass, direction: str) -> str | None:
+def unsupported(group_pass: GroupPass, direction: str) -> str | None:
     """Why these kernels do not do a pass, "forward" or "backward", or None; the latter computes dq, dk and dv."""
-    if work.fused_with is not None:  # a reason against one pass holds for both
-        reasons = [unsupported(one, direction) for one in work.unfused()]
+    if group_pass.fused_with is not None:  # a reason against one pass holds for both
+        reasons = [unsupported(one, direction) for one in group_pass.unfused()]
         if any(reasons):
             return next(filter(None, reasons))
-    operands, sizes = work.operands, (work.operands.query.shape[-1], work.operands.value.shape[-1])
-    if _padded_head_size(work) is None or any(size % 8 for size in sizes):
+    operands, sizes = group_pass.operands, (group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1])
+    if _padded_head_size(group_pass) is None or any(size % 8 for size in sizes):
         largest = settings.HEAD_SIZES[-1]
         return f"the Hopper kernels take head sizes that are multiples of 8 up to {largest}, got {size_text(*sizes)}"
-    params = work.call.params[direction != "forward"]
+    params = group_pass.call.params[direction != "forward"]
     if params.has_kernel_settings:
         return f"the Hopper kernels have no setting but q_blocksize and kv_blocksize, got {params}"
-    if direction == "backward" and work.call.params[1].deterministic:
+    if direction == "backward" and group_pass.call.params[1].deterministic:
         return "the Hopper backward kernel adds to dq in any order, which BwdParams(deterministic=True) rules out"
-    rows, block = _block_shape(work, direction)
+    rows, block = _block_shape(group_pass, direction)
     rows_held, walked = (rows, block) if direction == "forward" else (block, rows)
     fills_tiles = walked % settings.TILE_ROWS == 0 or (direction == "forward" and walked in settings.STEP_KEYS)
     if rows_held != settings.TILE_ROWS or not fills_tiles:
@@ -102,16 +104,19 @@ def unsupported(work: GroupPass, direction: str) -> str | None:
         if direction == "backward":
             needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
         return f"the Hopper {needed}, got {rows} queries and {block} keys"
-    entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in work.passes)
+    entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in group_pass.passes)
     if entries * walked // settings.GROUP_ROWS >= 1 << 31:
         return "the Hopper kernels count steps in 32 bits, and this pass has more"
-    if direction == "forward" and not work.q_order.covers_all_tokens:
+    if direction == "forward" and not group_pass.q_order.covers_all_tokens:
         return "the Hopper forward kernel takes passes over all queries, and this one is over some"
-    for order, number in ((work.q_order, _tile_queries(work, direction)), (work.kv_order, settings.tile_keys(block))):
-        if _box_view(work, order, number) is None:
+    for order, number in (
+        (group_pass.q_order, _tile_queries(group_pass, direction)),
+        (group_pass.kv_order, settings.tile_keys(block)),
+    ):
+        if _box_view(group_pass, order, number) is None:
             return f"a TMA descriptor cannot address the rows of {order}"
     is_static = all(x is None for x in (operands.segments, operands.mask, operands.selection))
-    if direction == "forward" and is_static and _is_skewed(work):
+    if direction == "forward" and is_static and _is_skewed(group_pass):
         return (
             "one block list has more than 1.5 times a multiprocessor's share of the work, and the Hopper forward "
             "kernel splits no lists"
@@ -124,36 +129,40 @@ def size_text(query_key: int, value: int) -> str:
     return str(query_key) if query_key == value else f"{query_key} of q and k, {value} of v"
 
 
-def can_fuse(work: GroupPass, second: GroupPass, direction: str) -> bool:
+def can_fuse(group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
     """True if one kernel can compute two supported passes: forward, with static lists."""
-    is_static = work.operands.segments is None and work.passes[0].fwd_shape == second.passes[0].fwd_shape
-    return direction == "forward" and is_static and work.same_rows(second)
+    is_static = group_pass.operands.segments is None and group_pass.passes[0].fwd_shape == second.passes[0].fwd_shape
+    return direction == "forward" and is_static and group_pass.same_rows(second)
 
 
-def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | None, rounded: bool) -> PassResults:
+def forward(
+    group_pass: GroupPass, earlier: PassResults | None, sinks: jax.Array | None, in_input_dtype: bool
+) -> PassResults:
     """Launches the forward kernel: returns (out, lse) of a pass, or of two; see `triton_gpu.launch.forward`."""
-    query, value = work.operands.query, work.operands.value
+    query, value = group_pass.operands.query, group_pass.operands.value
     natural = RowOrder(query.shape[1])
-    if earlier is not None and not (rounded and earlier.order.natural and earlier.arrays[0].dtype == query.dtype):
+    if earlier is not None and not (
+        in_input_dtype and earlier.order.natural and earlier.arrays[0].dtype == query.dtype
+    ):
         out, lse = earlier.by_token()
         if sinks is not None:  # queries that earlier passes lack start from their sink here
-            lse = jnp.where(lse == -jnp.inf, sinks[work.first :: work.step], lse)
-        out, lse = merge_by_lse((out, lse), forward(work, None, None, True).by_token())
+            lse = jnp.where(lse == -jnp.inf, sinks[group_pass.first :: group_pass.step], lse)
+        out, lse = merge_by_lse((out, lse), forward(group_pass, None, None, True).by_token())
         return PassResults(natural, (out, lse.swapaxes(1, 2)))
-    prepared = _prepare(work, "forward")
+    prepared = _prepare(group_pass, "forward")
     order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile)
-    kv_order = (work.fused_with or work).kv_order  # of the second pass
+    kv_order = (group_pass.fused_with or group_pass).kv_order  # of the second pass
     kv_view2 = views.rows_view(kv_order, prepared.kv.tile)
-    kv_view2 = kv_view2._replace(ROWS=0) if work.fused_with is None else kv_view2
-    out = jax.ShapeDtypeStruct((*query.shape[:2], work.heads, value.shape[-1]), query.dtype)
-    lse = jax.ShapeDtypeStruct((query.shape[0], work.heads, prepared.constants["Q"].ROWS), jnp.float32)
+    kv_view2 = kv_view2._replace(ROWS=0) if group_pass.fused_with is None else kv_view2
+    out = jax.ShapeDtypeStruct((*query.shape[:2], group_pass.heads, value.shape[-1]), query.dtype)
+    lse = jax.ShapeDtypeStruct((query.shape[0], group_pass.heads, prepared.constants["Q"].ROWS), jnp.float32)
     unused = jnp.zeros((1,), jnp.float32)
     inputs = [
-        _descriptor(work, query, order, prepared.tile_queries),
-        _descriptor(work, work.operands.key, prepared.kv.order, keys),
-        _descriptor(work, value, prepared.kv.order, keys),
-        *(_descriptor(work, x, kv_order, keys) for x in (work.operands.key, value)),
-        _descriptor(work, query if earlier is None else earlier.arrays[0], order, prepared.tile_queries),
+        _descriptor(group_pass, query, order, prepared.tile_queries),
+        _descriptor(group_pass, group_pass.operands.key, prepared.kv.order, keys),
+        _descriptor(group_pass, value, prepared.kv.order, keys),
+        *(_descriptor(group_pass, x, kv_order, keys) for x in (group_pass.operands.key, value)),
+        _descriptor(group_pass, query if earlier is None else earlier.arrays[0], order, prepared.tile_queries),
         *prepared.list_arrays,
         unused if sinks is None else sinks,
         unused if earlier is None else _by_row(earlier.arrays[1], prepared.q, 0.0),
@@ -162,52 +171,52 @@ def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | Non
         keys, settings.Q_STAGES, prepared.stages, sinks is not None, earlier is not None
     )
     results, constants = (
-        [_descriptor(work, out, order, prepared.tile_queries), lse],
+        [_descriptor(group_pass, out, order, prepared.tile_queries), lse],
         {"KV2": kv_view2, "F": forward_constants},
     )
-    out, lse = _launch(work, hopper_forward_kernel, prepared, inputs, results, constants, {})
+    out, lse = _launch(group_pass, hopper_forward_kernel, prepared, inputs, results, constants, {})
     lse = lse.swapaxes(1, 2)
     lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
     return PassResults(natural, (out, lse.swapaxes(1, 2)))
 
 
 def dqkv(
-    work: GroupPass,
+    group_pass: GroupPass,
     inputs: BackwardInputs,
     earlier: PassResults | None,
     earlier_kv: PassResults | None,
-    rounded_kv: bool,
+    kv_in_input_dtype: bool,
 ) -> tuple[PassResults, PassResults]:
     """Launches the backward kernel: returns (dq in float32, (dk, dv)) of a pass, added to earlier gradients.
 
-    With ``rounded_kv``, dk and dv of all tokens are stored in their dtype, else in float32.
+    With ``kv_in_input_dtype``, dk and dv of all tokens are stored in their dtype, else in float32.
     """
-    query, key, value = work.operands.query, work.operands.key, work.operands.value
-    prepared = _prepare(work, "backward")
+    query, key, value = group_pass.operands.query, group_pass.operands.key, group_pass.operands.value
+    prepared = _prepare(group_pass, "backward")
     q, kv, tile_queries = prepared.q, prepared.kv, prepared.tile_queries
-    lse, delta = (x[:, work.first :: work.step] for x in (inputs.lse, inputs.delta))
-    lse = scaled_neg_lse(lse, work.call)
-    scalars = _by_row(lse, q, -jnp.inf), _by_row(delta * -work.call.scale, q, 0.0)
+    lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
+    lse = scaled_neg_lse(lse, group_pass.call)
+    scalars = _by_row(lse, q, -jnp.inf), _by_row(delta * -group_pass.call.scale, q, 0.0)
     # The kernel adds in place to earlier gradients: to dq in float32, and to dk and dv of all keys if these may be
     # rounded from pass to pass, or are sums over splits.
-    dq = jnp.zeros((*query.shape[:2], work.heads, query.shape[-1]), jnp.float32)
+    dq = jnp.zeros((*query.shape[:2], group_pass.heads, query.shape[-1]), jnp.float32)
     initial = [dq if earlier is None else earlier.by_token()[0].astype(jnp.float32), None, None]
     # Splits add in float32, to earlier gradients or to zeros. dk and dv of only some keys are by row.
     all_keys = kv.order.covers_all_tokens
     dkv_order = kv.order if all_keys else RowOrder(kv.order.rows)
     dkv_dtype = jnp.float32 if prepared.split_heads else key.dtype
     shapes = dq.shape, *((x.shape[0], dkv_order.length, *x.shape[2:]) for x in (key, value))
-    in_place = earlier_kv is not None and all_keys and (prepared.split_heads > 0 or rounded_kv)
+    in_place = earlier_kv is not None and all_keys and (prepared.split_heads > 0 or kv_in_input_dtype)
     if in_place:
         assert earlier_kv is not None
         initial[1:] = [x.astype(dkv_dtype) for x in earlier_kv.by_token()]
     elif prepared.split_heads:
         initial[1:] = [jnp.zeros(shape, dkv_dtype) for shape in shapes[1:]]
     arrays = [
-        _descriptor(work, query, q.order, tile_queries),
-        _descriptor(work, inputs.dout, q.order, tile_queries),
-        _descriptor(work, key, kv.order, kv.tile),
-        _descriptor(work, value, kv.order, kv.tile),
+        _descriptor(group_pass, query, q.order, tile_queries),
+        _descriptor(group_pass, inputs.dout, q.order, tile_queries),
+        _descriptor(group_pass, key, kv.order, kv.tile),
+        _descriptor(group_pass, value, kv.order, kv.tile),
         *(bridge.TensorDescriptor.of(x.reshape(-1, x.shape[-1]), (1, tile_queries)) for x in scalars),
         *prepared.list_arrays,
     ]
@@ -215,8 +224,11 @@ def dqkv(
     arrays += [jnp.zeros((1,), jnp.float32) if x is None else x for x in initial]
     results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, dkv_dtype, dkv_dtype), strict=True)]
     outputs = [
-        _descriptor(work, results[0], q.order, tile_queries, 2),
-        *(_descriptor(work, x, dkv_order, settings.GROUP_ROWS, 1 + bool(prepared.split_heads)) for x in results[1:]),
+        _descriptor(group_pass, results[0], q.order, tile_queries, 2),
+        *(
+            _descriptor(group_pass, x, dkv_order, settings.GROUP_ROWS, 1 + bool(prepared.split_heads))
+            for x in results[1:]
+        ),
     ]
     constants = {
         "DKV": views.rows_view(dkv_order, kv.tile),
@@ -224,7 +236,7 @@ def dqkv(
             tile_queries, prepared.stages, prepared.split_heads > 0 or in_place, max(1, prepared.split_heads)
         ),
     }
-    dq, *dkv = _launch(work, hopper_backward_kernel, prepared, arrays, outputs, constants, aliases)
+    dq, *dkv = _launch(group_pass, hopper_backward_kernel, prepared, arrays, outputs, constants, aliases)
     keys = PassResults(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
     if earlier_kv is not None and not in_place:
         sums = (a.astype(jnp.float32) + b for a, b in zip(keys.by_token(), earlier_kv.by_token(), strict=True))
@@ -235,61 +247,64 @@ def dqkv(
 # --- blocks and tiles ------------------------------------------------------------------------------------------------
 
 
-def _block_shape(work: GroupPass, direction: str) -> tuple[int, int]:
+def _block_shape(group_pass: GroupPass, direction: str) -> tuple[int, int]:
     """Returns (bq, bkv), the block shape of the lists that these kernels walk."""
-    if (selection := work.operands.selection) is not None:
+    if (selection := group_pass.operands.selection) is not None:
         return min(settings.TILE_ROWS, MAX_QUERY_GROUPS * selection.granularity), selection.block
-    return work.block_shape(kv_major=direction == "backward")
+    return group_pass.block_shape(transposed=direction == "backward")
 
 
-def _subblocks_per_block(work: GroupPass, direction: str) -> int:
+def _subblocks_per_block(group_pass: GroupPass, direction: str) -> int:
     """Returns the number of subblocks into which the device divides a planned block of several tiles.
 
     Documents may begin and end within a block. Static lists of single tiles would be too long, so the plan has longer
     blocks, and the device lists their tiles if there are segment ids.
     """
-    if work.operands.segments is None or not work.passes:
+    if group_pass.operands.segments is None or not group_pass.passes:
         return 1
     is_forward = direction == "forward"
-    tiles = max(1, _block_shape(work, direction)[is_forward] // settings.TILE_ROWS)
-    blocks = len(work.passes) * max(x.fwd_blocks if is_forward else x.bwd_blocks for x in work.passes)
+    tiles = max(1, _block_shape(group_pass, direction)[is_forward] // settings.TILE_ROWS)
+    blocks = len(group_pass.passes) * max(x.fwd_blocks if is_forward else x.bwd_blocks for x in group_pass.passes)
     # Each subblock takes three numbers once, and three for each batch entry.
-    most = settings.MAX_LIST_BYTES // max(1, 12 * (1 + work.operands.query.shape[0]) * blocks)
+    most = settings.MAX_LIST_BYTES // max(1, 12 * (1 + group_pass.operands.query.shape[0]) * blocks)
     return next(n for n in range(tiles, 0, -1) if n == 1 or (n <= most and tiles % n == 0))
 
 
-def _padded_head_size(work: GroupPass) -> int | None:
+def _padded_head_size(group_pass: GroupPass) -> int | None:
     """Returns the padded head size of q, k and v; None if one is too large."""
-    return settings.padded_head_size(max(work.operands.query.shape[-1], work.operands.value.shape[-1]))
+    return settings.padded_head_size(max(group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1]))
 
 
-def _tile_queries(work: GroupPass, direction: str) -> int:
+def _tile_queries(group_pass: GroupPass, direction: str) -> int:
     """Returns the queries of a tile: those of a group of warps forward, and of a step backward."""
-    size = _padded_head_size(work)
+    size = _padded_head_size(group_pass)
     assert size is not None
     tile_queries = settings.STEP_QUERIES[size]
     # Logits that are not only scaled products (soft caps, negative scales) take registers: hundreds would be spilled.
-    only_scaled = softmax_scale_log2(work.call.scale, work.call.soft_cap or 0.0) != 1.0
+    only_scaled = softmax_scale_log2(group_pass.call.scale, group_pass.call.soft_cap or 0.0) != 1.0
     use_step_queries = (
-        direction == "backward" and only_scaled and _box_view(work, work.q_order, tile_queries) is not None
+        direction == "backward" and only_scaled and _box_view(group_pass, group_pass.q_order, tile_queries) is not None
     )
     return tile_queries if use_step_queries else settings.GROUP_ROWS
 
 
-def _box_view(work: GroupPass, order: RowOrder, rows: int) -> Any:
+def _box_view(group_pass: GroupPass, order: RowOrder, rows: int) -> Any:
     """Returns `views.box_view` if a descriptor has enough axes; with three, heads and sizes share one axis."""
-    view, sizes = views.box_view(order, rows), (work.operands.query.shape[-1], work.operands.value.shape[-1])
-    return view if view is None or len(view[0]) < 3 or sizes == (_padded_head_size(work),) * 2 else None
+    view, sizes = (
+        views.box_view(order, rows),
+        (group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1]),
+    )
+    return view if view is None or len(view[0]) < 3 or sizes == (_padded_head_size(group_pass),) * 2 else None
 
 
 def _descriptor(
-    work: GroupPass, array: Any, order: RowOrder, rows: int, width_divisor: int = 1
+    group_pass: GroupPass, array: Any, order: RowOrder, rows: int, width_divisor: int = 1
 ) -> bridge.TensorDescriptor:
     """Returns the descriptor of an array [B, length, heads, size] for boxes of ``rows`` rows of a head.
 
     A box has the padded head size of columns, divided by ``width_divisor``.
     """
-    view, padded = views.box_view(order, rows), _padded_head_size(work)
+    view, padded = views.box_view(order, rows), _padded_head_size(group_pass)
     assert view is not None and padded is not None
     (lengths, box), (batch, length, heads, size) = view, array.shape
     vector, width = heads * size, padded // width_divisor
@@ -308,105 +323,120 @@ def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:
 # --- lists and work tiles --------------------------------------------------------------------------------------------
 
 
-def _lists(work: GroupPass, direction: str) -> tuple[RowTiling, RowTiling, PassLists, Any, Any]:
+def _lists(group_pass: GroupPass, direction: str) -> tuple[RowTiling, RowTiling, PassLists, Any, Any]:
     """Returns (q tiling, kv tiling, lists, steps [LB, heads, blocks] of work tiles, steps before each query head)."""
-    kv_major, (bq, bkv) = direction == "backward", _block_shape(work, direction)
-    subblocks = _subblocks_per_block(work, direction)
-    bq, bkv = (bq // subblocks, bkv) if kv_major else (bq, bkv // subblocks)
-    q, kv = RowTiling(work.q_order, bq, bq), RowTiling(work.kv_order, bkv, bkv)
-    major, minor = (kv, q) if kv_major else (q, kv)
-    if work.fused_with is None:
-        lists = build_pass_lists(work.call, work.operands, work.passes, major, minor, kv_major, subblocks)
+    transposed, (bq, bkv) = direction == "backward", _block_shape(group_pass, direction)
+    subblocks = _subblocks_per_block(group_pass, direction)
+    bq, bkv = (bq // subblocks, bkv) if transposed else (bq, bkv // subblocks)
+    q, kv = RowTiling(group_pass.q_order, bq, bq), RowTiling(group_pass.kv_order, bkv, bkv)
+    outer, inner = (kv, q) if transposed else (q, kv)
+    if group_pass.fused_with is None:
+        lists = build_pass_lists(
+            group_pass.call, group_pass.operands, group_pass.passes, outer, inner, transposed, subblocks
+        )
     else:
-        lists = _fused_lists(work.passes, work.fused_with.passes, q, kv)
-    steps, steps_before = work.count_steps([(minor, lists)], kv_major=kv_major, pack=1)
-    return q, kv, lists, steps.reshape(len(steps), -1, major.num_blocks), steps_before
+        lists = _fused_lists(group_pass.passes, group_pass.fused_with.passes, q, kv)
+    steps, steps_before = group_pass.count_steps([(inner, lists)], transposed=transposed, pack=1)
+    return q, kv, lists, steps.reshape(len(steps), -1, outer.num_blocks), steps_before
 
 
-def _is_skewed(work: GroupPass) -> bool:
+def _is_skewed(group_pass: GroupPass) -> bool:
     """True if the longest work tile forward takes much longer than a multiprocessor's share of all."""
-    steps = _lists(work, "forward")[3]
-    share = steps.sum() / len(steps) * work.operands.query.shape[0] / hardware.local_gpu().multiprocessors
+    steps = _lists(group_pass, "forward")[3]
+    share = steps.sum() / len(steps) * group_pass.operands.query.shape[0] / hardware.local_gpu().multiprocessors
     return steps.max(initial=0) > max(MIN_STEPS, 1.5 * share)
 
 
-def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
-    multiprocessors, size = hardware.local_gpu().multiprocessors, _padded_head_size(work)
+def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
+    multiprocessors, size = hardware.local_gpu().multiprocessors, _padded_head_size(group_pass)
     assert size is not None
-    kv_major, batch = direction == "backward", work.operands.query.shape[0]
-    q, kv, pass_lists, steps, steps_before = _lists(work, direction)
+    transposed, batch = direction == "backward", group_pass.operands.query.shape[0]
+    q, kv, pass_lists, steps, steps_before = _lists(group_pass, direction)
     lists = pass_lists.block_lists
-    if kv_major:
-        schedule, splits = _order_backward_tiles(work, kv, lists, steps, steps_before)
+    if transposed:
+        schedule, splits = _order_backward_tiles(group_pass, kv, lists, steps, steps_before)
     else:
         schedule, splits = build_schedule(steps, batch, multiprocessors), None
-        schedule = split_into_waves(schedule) if work.call.exchanges_queries else schedule
-    sides = zip(work.ids, (q, kv), (-2, -1), strict=True)
+        schedule = split_into_waves(schedule) if group_pass.call.exchanges_queries else schedule
+    sides = zip(group_pass.ids, (q, kv), (-2, -1), strict=True)
     ids = [lists.spans if x is None else _by_row(x, side, padding) for x, side, padding in sides]
-    active_rows_mask = lists.block if lists.active_rows_mask is None else lists.active_rows_mask
-    list_arrays: list[Any] = [schedule, lists.spans, lists.block, lists.tile, active_rows_mask, pass_lists.mask_bits]
+    active_query_groups = lists.inner_block if lists.active_query_groups is None else lists.active_query_groups
+    list_arrays: list[Any] = [
+        schedule,
+        lists.spans,
+        lists.inner_block,
+        lists.mask_tile,
+        active_query_groups,
+        pass_lists.mask_bits,
+    ]
     list_arrays += ids
-    list_arrays += [lists.spans if splits is None else splits] if kv_major else []
+    list_arrays += [lists.spans if splits is None else splits] if transposed else []
     batches, list_heads = lists.spans.shape[:2]
     num_splits = 0 if splits is None else len(splits)
     split_heads = 0 if splits is None else schedule.shape[0] // (batch * num_splits)
-    list_shapes = ListShapes(batches, list_heads, lists.group, steps.shape[2], num_splits, pass_lists.granularity)
+    list_shapes = ListShapes(
+        batches, list_heads, lists.heads_per_list, steps.shape[2], num_splits, pass_lists.granularity
+    )
     views_of_rows = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
-    tile_queries = _tile_queries(work, direction)
-    stages = settings.num_stages("backward" if kv_major else "forward", size, settings.tile_keys(kv.tile), tile_queries)
-    constants = {"A": array_shapes(work, size), **views_of_rows, "L": list_shapes}
+    tile_queries = _tile_queries(group_pass, direction)
+    stages = settings.num_stages(
+        "backward" if transposed else "forward", size, settings.tile_keys(kv.tile), tile_queries
+    )
+    constants = {"A": array_shapes(group_pass, size), **views_of_rows, "L": list_shapes}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     return _PreparedLaunch(
         q, kv, tile_queries, stages, constants, [jnp.asarray(x) for x in list_arrays], schedule.shape[-1], split_heads
     )
 
 
-def array_shapes(work: GroupPass, size: int) -> HopperArrayShapes:
+def array_shapes(group_pass: GroupPass, size: int) -> HopperArrayShapes:
     """Returns the constant A of the kernels; ``size`` is the padded head size."""
     return HopperArrayShapes(
-        HEADS=work.operands.query.shape[2],
-        KV_HEADS=work.operands.key.shape[2],
+        HEADS=group_pass.operands.query.shape[2],
+        KV_HEADS=group_pass.operands.key.shape[2],
         D=size,
-        SCALE=work.call.scale,
-        CAP=work.call.soft_cap or 0.0,
-        FIRST_HEAD=work.first,
-        HEAD_STEP=work.step,
-        PASS_HEADS=work.heads,
-        NUM_IDS=work.num_ids,
+        SCALE=group_pass.call.scale,
+        CAP=group_pass.call.soft_cap or 0.0,
+        FIRST_HEAD=group_pass.first,
+        HEAD_STEP=group_pass.step,
+        PASS_HEADS=group_pass.heads,
+        NUM_IDS=group_pass.num_ids,
     )
 
 
 def _order_backward_tiles(
-    work: GroupPass, kv: RowTiling, lists: BlockLists, steps: Any, steps_before: Any
+    group_pass: GroupPass, kv: RowTiling, lists: BlockLists, steps: Any, steps_before: Any
 ) -> tuple[Any, Any]:
     """Returns the order of the backward work tiles, and their splits, None if there are none."""
-    batch, programs = work.operands.query.shape[0], hardware.local_gpu().multiprocessors
+    batch, programs = group_pass.operands.query.shape[0], hardware.local_gpu().multiprocessors
     if not isinstance(steps, np.ndarray):
         return order_work_tiles(steps, batch, programs, False), None
     if len(steps) == 1:
-        heads, members = work.heads_by_list(kv_major=True, pack=1)
-        key_heads, list_of_head = members.argmax(0), heads // lists.group % lists.spans.shape[1]
-        size = _padded_head_size(work)
+        heads, members = group_pass.heads_by_list(transposed=True, pack=1)
+        key_heads, list_of_head = members.argmax(0), heads // lists.heads_per_list % lists.spans.shape[1]
+        size = _padded_head_size(group_pass)
         assert size is not None
         row_bytes = size * 8  # q, dout, and dq in float32
         order, splits = split_by_query_ranges(
-            lists, list_of_head, key_heads, batch, programs, _block_shape(work, "backward")[0], row_bytes
+            lists, list_of_head, key_heads, batch, programs, _block_shape(group_pass, "backward")[0], row_bytes
         )
         if splits is not None:
             return order, splits
-        keys = work.operands.key.shape[1] * work.operands.key.shape[2]
+        keys = group_pass.operands.key.shape[1] * group_pass.operands.key.shape[2]
         lost_steps = FLOAT32_STEPS[kv.order.covers_all_tokens] * batch * keys / settings.TILE_ROWS / programs
         order, splits = split_long_lists(steps[0], steps_before[0], key_heads, batch, programs, lost_steps)
         if splits is not None:
             return order, splits
     # Neighbouring work tiles share cached q, dout and dq. With several query heads they would soon be at different
     # heads; work tiles of equal length stay at the same head for longer.
-    as_numbered = work.heads == steps.shape[1] and has_overlapping_neighbors(
-        lists.spans, lists.block, lists.minor_blocks
+    as_numbered = group_pass.heads == steps.shape[1] and has_overlapping_neighbors(
+        lists.spans, lists.inner_block, lists.num_inner_blocks
     )
     return order_work_tiles(steps, batch, programs, as_numbered), None
 
 
-def _launch(work: GroupPass, kernel, prepared: _PreparedLaunch, inputs, outputs, constants, aliases) -> list[jax.Array]:
+def _launch(
+    group_pass: GroupPass, kernel, prepared: _PreparedLaunch, inputs, outputs, constants, aliases
+) -> list[jax.Array]:
     results = bridge.call_gluon(kernel, prepared.programs, inputs, outputs, prepared.constants | constants, aliases)
-    return [varying_like(work.operands.query, x) for x in results]
+    return [varying_like(group_pass.operands.query, x) for x in results]

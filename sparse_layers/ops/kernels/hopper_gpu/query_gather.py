@@ -66,7 +66,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
         inputs.dout,
         *(bridge.TensorDescriptor.of(x, (1, block, 1, size)) for x in (key, value)),
         *scalars,
-        *(work_tiles, lists.spans, lists.block, lists.tile, pass_lists.mask_bits),
+        *(work_tiles, lists.spans, lists.inner_block, lists.mask_tile, pass_lists.mask_bits),
         *(jnp.zeros(query.shape, jnp.float32), *dkv),
     ]
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (query, key, value)]
@@ -78,7 +78,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
     constants = {
         "A": array_shapes(rows, size),
         "KV": views.rows_view(kv.order, block),
-        "L": ListShapes(batches, kinds, lists.group, kv.num_blocks, len(work_tiles), 0),
+        "L": ListShapes(batches, kinds, lists.heads_per_list, kv.num_blocks, len(work_tiles), 0),
         "F": QueryGatherConstants(settings.GROUP_ROWS, stages, batch, length, rows.per_query),
         "CONSUMER_REGISTERS": settings.GATHER_REGISTERS[0],
         "PRODUCER_REGISTERS": settings.GATHER_REGISTERS[1],
@@ -91,7 +91,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
 
 def _work_tiles(rows: SelectedRows, q: RowTiling, lists: Any) -> jax.Array:
     """Returns the work tiles, int32 [work tiles, LB, 3]: the number of a head and block, first step, end of steps."""
-    steps, _ = rows.count_steps([(q, lists)], kv_major=False, pack=1)
+    steps, _ = rows.count_steps([(q, lists)], transposed=False, pack=1)
     # One for each head and block, and one more for every MAX_STEPS steps.
     most = steps.shape[1] + rows.heads * q.num_steps(rows.q_order.rows) // MAX_STEPS
     splits = split_work_tiles(steps, -(-steps // MAX_STEPS), most)

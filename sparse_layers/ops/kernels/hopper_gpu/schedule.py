@@ -137,11 +137,11 @@ def _order_in_groups(steps: Any, batch: int, programs: int, split_heads: bool) -
     return order.ravel()[: costs.size], size
 
 
-def has_overlapping_neighbors(spans: np.ndarray, block: np.ndarray, minor_blocks: int) -> bool:
+def has_overlapping_neighbors(spans: np.ndarray, block: np.ndarray, inner_blocks: int) -> bool:
     """True if most entries of the lists are also in the list before; see `BlockLists` for the arguments."""
     lengths = (spans[..., 2] - spans[..., 0]).ravel()
-    entry = np.repeat(np.arange(len(lengths)), lengths) * minor_blocks + block
-    return bool(2 * np.isin(entry - minor_blocks, entry).sum() > len(entry))
+    entry = np.repeat(np.arange(len(lengths)), lengths) * inner_blocks + block
+    return bool(2 * np.isin(entry - inner_blocks, entry).sum() > len(entry))
 
 
 def assign_greedily(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
@@ -281,14 +281,16 @@ def split_by_query_ranges(
     heads_in_flight, heads = max(1.0, programs * len(lists.spans[0]) / len(nonempty)), batch * len(list_of_head)
     block_bytes = query_bytes * queries * heads_in_flight
     range_blocks = max(math.ceil(MIN_RANGE / queries), int(CACHED_BYTES / block_bytes))
-    if heads_in_flight >= heads or len(lists.block) < range_blocks * len(nonempty):
+    if heads_in_flight >= heads or len(lists.inner_block) < range_blocks * len(nonempty):
         return None, None
     reach = np.zeros(len(first), np.int64)
-    reach[nonempty] = 1 + np.subtract(*(f.reduceat(lists.block, first[nonempty]) for f in (np.maximum, np.minimum)))
+    reach[nonempty] = 1 + np.subtract(
+        *(f.reduceat(lists.inner_block, first[nonempty]) for f in (np.maximum, np.minimum))
+    )
     distance = _mean_distance(reach.reshape(len(lists.spans[0]), -1), programs) + entries / STRAY_ENTRIES
     if distance * block_bytes <= 2 * CACHED_BYTES:
         return None, None
-    line, query_range = np.repeat(nonempty, (end - first)[nonempty]), lists.block // range_blocks
+    line, query_range = np.repeat(nonempty, (end - first)[nonempty]), lists.inner_block // range_blocks
     split_starts = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(query_range, prepend=-1))
     list_number, block = np.divmod(line[split_starts], lists.spans.shape[2])
     skipped = split_starts - first[line[split_starts]]

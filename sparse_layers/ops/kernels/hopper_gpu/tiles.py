@@ -88,7 +88,7 @@ class HopperBlockLists(NamedTuple):
     spans: Any = None
     entries: Any = None
     mask_tiles: Any = None
-    active_rows_mask: Any = None
+    active_query_groups: Any = None
     mask_bits: Any = None
     q_ids: Any = None
     kv_ids: Any = None

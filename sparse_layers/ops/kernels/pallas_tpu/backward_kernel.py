@@ -36,7 +36,7 @@ from .launch import (
     GridPosition,
     PassArrays,
     PassConfig,
-    compute_by_kind,
+    compute_by_state,
     dot,
     launch,
     mask_logits,
@@ -75,7 +75,7 @@ def backward_pass(
     for name, like in (("dk", arrays.key), ("dv", arrays.value)):
         shape = jax.ShapeDtypeStruct((batch, heads // members, *like.shape[2:]), jnp.float32)
         block = None, None, bkv, like.shape[-1]
-        outputs[name] = BlockOperand(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
+        outputs[name] = BlockOperand(shape, block, lambda b, h, step, _: (b, h // members, step.outer, 0))
     by_query = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
     dq, dk, dv = launch(
         functools.partial(_kernel, config),
@@ -120,7 +120,7 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
         dq.add(dot(k, ds, (0, 0)).T)
 
     dq.begin()
-    compute_by_kind(step, config, compute)
+    compute_by_state(step, config, compute)
     dq.end()
 
     @pl.when(position.is_last_visit)
@@ -159,8 +159,8 @@ class _Accumulator:
         slot, _, pending = self._state()
         pl.when(pending == 1)(self._store(1 - slot).wait)
         head, step = self.position.next_step()
-        next_differs = (head != self.position.head) | (step.minor != self.position.step.minor)
-        ahead = next_differs & (step.kind != EMPTY) & ~self.position.is_last_step
+        next_differs = (head != self.position.head) | (step.inner != self.position.step.inner)
+        ahead = next_differs & (step.state != EMPTY) & ~self.position.is_last_step
         pl.when(ahead)(self._load(head, step, 1 - slot).start)
         self._load(self.position.head, self.position.step, slot).wait()
         self.refs.dq_tiles[slot] += update
@@ -173,7 +173,7 @@ class _Accumulator:
         pl.when(self.position.is_last_step & (pending == 1))(self._store(1 - slot).wait)
 
     def _block(self, head, step):
-        return self.refs.dq.at[self.position.batch, head, pl.ds(step.minor * self.rows, self.rows)]
+        return self.refs.dq.at[self.position.batch, head, pl.ds(step.inner * self.rows, self.rows)]
 
     def _load(self, head, step, slot):
         dq_block, buffer = self._block(head, step), self.refs.dq_tiles.at[slot]

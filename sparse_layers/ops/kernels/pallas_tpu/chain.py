@@ -150,8 +150,8 @@ class _Heads:
         bq = config.shape[0]
         by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), to_rows(q_order, dout, bq)
         # Query heads of one key head are summed inside the kernel if the group has all of them and they share a list.
-        members = config.group // config.stride if config.group % config.stride == 0 else 1
-        if steps.words.shape[1] > 1 and steps.group % members:
+        members = config.heads_per_kv_head // config.stride if config.heads_per_kv_head % config.stride == 0 else 1
+        if steps.words.shape[1] > 1 and steps.heads_per_list % members:
             members = 1
         dq, dk, dv = backward_pass(config, steps, arrays, *by_query, members)
         dk, dv = to_tokens(kv_order, dk), to_tokens(kv_order, dv)
@@ -176,13 +176,13 @@ class _Heads:
         steps = Steps.of(
             pairs.lists(backward),
             tiles is not None,
-            f"a pass over {pairs.blocks[0]} x {pairs.blocks[1]} blocks of {bq} x {bkv}",
+            f"a pass over {pairs.num_blocks[0]} x {pairs.num_blocks[1]} blocks of {bq} x {bkv}",
         )
         if tiles is not None:
             tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
         key, value = (to_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
         arrays = PassArrays(to_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
-        limited = blocks.segments is not None or pairs.active_rows_mask is not None
+        limited = blocks.segments is not None or pairs.active_query_groups is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         heads = self.query.shape[2], self.group.first, self.group.step, queries_per_key
         return PassConfig(self.call, *heads, blocks.shape, blocks.granularity, blocks.rule, limited), steps, arrays

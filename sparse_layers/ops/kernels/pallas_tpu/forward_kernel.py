@@ -38,7 +38,7 @@ from .launch import (
     PassArrays,
     PassConfig,
     across_lanes,
-    compute_by_kind,
+    compute_by_state,
     dot,
     launch,
     mask_logits,
@@ -112,7 +112,7 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
         pv = dot(p.astype(refs.value.dtype), refs.value[...], (1, 0))
         refs.acc[...] = across_lanes(alpha, value_size) * refs.acc[...] + pv
 
-    compute_by_kind(position.step, config, compute)
+    compute_by_state(position.step, config, compute)
 
     @pl.when(position.is_last_visit)
     def _():

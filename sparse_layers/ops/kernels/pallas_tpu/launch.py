@@ -38,7 +38,7 @@ class PassConfig:
     heads: int  # number of these query heads
     first: int  # index of the first
     stride: int  # from one to the next
-    group: int  # query heads that share a key head
+    heads_per_kv_head: int  # query heads that share a key head
     shape: tuple[int, int]  # (bq, bkv)
     granularity: int  # queries of a block that select together; 1 without a selection
     # Computes a partial block from row indices; None if tiles hold them, or no block is partial.
@@ -47,7 +47,7 @@ class PassConfig:
 
     def kv_head(self, index: Any) -> Any:
         """Returns the key head of a query head by its index in the pass."""
-        return (self.first + self.stride * index) // self.group
+        return (self.first + self.stride * index) // self.heads_per_kv_head
 
 
 class GridPosition(NamedTuple):
@@ -56,7 +56,7 @@ class GridPosition(NamedTuple):
     batch: Any  # the batch entry
     head: Any  # the query head
     step: Step
-    active_rows_mask: Any  # bit i: the i-th group of queries of the block selected the key block; or None
+    active_query_groups: Any  # bit i: the i-th group of queries of the block selected the key block; or None
     is_first_visit: Any  # of the output block
     is_last_visit: Any  # of the output block
     is_first_step: Any  # of this batch entry and group of heads
@@ -91,7 +91,7 @@ class BlockOperands:
     """Makes the `BlockOperand` of each operand of a pass."""
 
     config: PassConfig
-    transposed: bool  # True if key blocks are the major ones, as for dk and dv. Logits are [bkv, bq] then.
+    transposed: bool  # True if key blocks are the outer ones, as for dk and dv. Logits are [bkv, bq] then.
 
     def by_query(self, array: Any) -> BlockOperand:
         """Returns the operand of [B, heads, rows, size]."""
@@ -127,10 +127,10 @@ class BlockOperands:
         }
 
     def _q(self, step: Step) -> Any:
-        return step.minor if self.transposed else step.major
+        return step.inner if self.transposed else step.outer
 
     def _kv(self, step: Step) -> Any:
-        return step.major if self.transposed else step.minor
+        return step.outer if self.transposed else step.inner
 
 
 def _optional(
@@ -227,7 +227,7 @@ def _grid_position(steps: Steps, scalars: Any, members: int) -> GridPosition:
         batch,
         head,
         step,
-        steps.read_active_rows_mask(scalars, batch, head, s),
+        steps.read_active_query_groups(scalars, batch, head, s),
         is_first_visit=(step.is_first == 1) & (member == 0),
         is_last_visit=(step.is_last == 1) & last_member,
         is_first_step=(s == 0) & (member == 0),
@@ -263,12 +263,12 @@ def pad_length(n: int, block: int) -> int:
 # --- inside kernels --------------------------------------------------------------------------------------------------
 
 
-def compute_by_kind(step: Step, config: PassConfig, compute: Callable[[bool, bool], None]) -> None:
+def compute_by_state(step: Step, config: PassConfig, compute: Callable[[bool, bool], None]) -> None:
     """Calls compute(masked, limited) by the kind of a step; an empty step computes nothing."""
-    pl.when(step.kind == FULL)(lambda: compute(False, False))
-    pl.when(step.kind == PARTIAL)(lambda: compute(True, config.limited))
+    pl.when(step.state == FULL)(lambda: compute(False, False))
+    pl.when(step.state == PARTIAL)(lambda: compute(True, config.limited))
     if config.limited:
-        pl.when(step.kind == LIMITED)(lambda: compute(False, True))
+        pl.when(step.state == LIMITED)(lambda: compute(False, True))
 
 
 def to_logits(config: PassConfig, product: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -286,16 +286,16 @@ def mask_logits(
     """Returns logits [bq, bkv], or [bkv, bq] if ``transposed``, with -inf where a query may not see a key."""
     allowed = []
     q_block, kv_block = (
-        (position.step.minor, position.step.major) if transposed else (position.step.major, position.step.minor)
+        (position.step.inner, position.step.outer) if transposed else (position.step.outer, position.step.inner)
     )
     if masked and config.mask is not None:
         first_rows = q_block * config.shape[0], kv_block * config.shape[1]
         allowed.append(allowed_pairs(config.mask, first_rows, config.shape, transposed))
     elif masked and refs.tile is not None:
         allowed.append(from_bits(refs.tile[...], s.shape[0]))
-    if limited and position.active_rows_mask is not None:
+    if limited and position.active_query_groups is not None:
         q_group = lax.broadcasted_iota(jnp.int32, s.shape, int(transposed)) >> config.granularity.bit_length() - 1
-        allowed.append((position.active_rows_mask >> q_group) & 1 != 0)
+        allowed.append((position.active_query_groups >> q_group) & 1 != 0)
     if limited and refs.q_ids is not None:
         for i in range(refs.q_ids.shape[0]):
             q, k = refs.q_ids[i : i + 1], refs.kv_ids[i : i + 1]

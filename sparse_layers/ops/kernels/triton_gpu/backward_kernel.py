@@ -233,12 +233,12 @@ def dq_kernel(
     spans,
     entries,
     mask_tiles,
-    active_rows_mask,
+    active_query_groups,
     mask_bits,
     spans2,
     entries2,
     mask_tiles2,
-    active_rows_mask2,
+    active_query_groups2,
     mask_bits2,
     q_ids,
     kv_ids,
@@ -279,12 +279,12 @@ def dq_kernel(
     kv = KVPointers(k + vector * A.H, v + vector * A.HV)
     dk, dv = dk + vector * A.H, dv + vector * A.HV
     dkv = GradientPointers(dk, dv, earlier_dk + earlier * A.H, earlier_dv + earlier * A.HV)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     acc = zeros(Q.TILE, A.D)  # [Q.TILE, D]: dq, not yet scaled
     span = load_span(spans, batch, head, q_block, KV, L, W)
     acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, EARLIER_KV, WITH_DKV)
     if KV2.ROWS > 0:
-        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_ids, kv_ids)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_query_groups2, mask_bits2, q_ids, kv_ids)
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
         acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, EARLIER_KV, False)
 
@@ -413,7 +413,7 @@ def dkv_kernel(
     spans,
     entries,
     mask_tiles,
-    active_rows_mask,
+    active_query_groups,
     mask_bits,
     q_ids,
     kv_ids,
@@ -446,7 +446,7 @@ def dkv_kernel(
     keys = _load_keys(k, v, kv_ids, batch, kv_head, kv_rows, A)
     q_ids += batch * (A.NUM_IDS * A.T)
     queries = QueryPointers(q, dout, lse, delta)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     dk_tile, dv_tile = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)  # [KV.TILE, D], not yet scaled, [KV.TILE, DV]
     GROUP: tl.constexpr = A.HEADS // A.KV_HEADS
     # The query heads of this group that are of the pass: FIRST_HEAD + pass_head * HEAD_STEP within the group.

@@ -201,12 +201,12 @@ def triton_forward_kernel(
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
-    active_rows_mask,
+    active_query_groups,
     mask_bits,  # int32 [1 + tiles, rows, words] of a block
     spans2,  # the same of a second pass with the same query rows, if KV2 has any
     entries2,
     mask_tiles2,
-    active_rows_mask2,
+    active_query_groups2,
     mask_bits2,
     q_ids,  # int32 [B, NUM_IDS, T]: segment ids, -2 in padding; order ids
     kv_ids,  # int32 [B, NUM_IDS, S]: segment ids, -1 in padding; order ids
@@ -252,10 +252,10 @@ def triton_forward_kernel(
     queries = QueryTile(q_tile, row_in_block, ids)
     vector = batch * A.S * A.KV_HEADS + kv_head
     kv, kv_ids = KVPointers(k + vector * A.H, v + vector * A.HV), kv_ids + batch * (A.NUM_IDS * A.S)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     state = _attend_pass(work_tile, 0, span, state, queries, kv, lists, A, Q, KV, L)
     if KV2.ROWS > 0:
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
-        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_ids, kv_ids)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_query_groups2, mask_bits2, q_ids, kv_ids)
         state = _attend_pass(work_tile, span.num_steps, span2, state, queries, kv, lists, A, Q, KV2, L2)
     _store_results(state, ResultPointers(out, lse), work_tile, batch, pass_head, q_rows, A, Q, W, OUT)

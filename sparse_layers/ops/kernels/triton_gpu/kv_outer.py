@@ -37,7 +37,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     settings, itemsize = {x: settings_of(rows, x) for x in KERNELS}, operands.query.dtype.itemsize
     needed = max(shared_memory(x, y, itemsize, head_sizes(rows), device.capability) for x, y in settings.items())
     # The mask of a row of queries is read by words, for as many keys at a time.
-    if needed > device.shared_memory or min(x.major for x in settings.values()) < 32:
+    if needed > device.shared_memory or min(x.outer for x in settings.values()) < 32:
         return "the tiles of kernels that gather queries do not fit shared memory"
     return None
 
@@ -50,7 +50,7 @@ def queries_per_tile(call: Call, operands: Operands) -> int:
 def max_keys(call: Call, operands: Operands) -> int:
     """Returns the number of keys that a program can hold."""
     rows = SelectedRows(call, operands, 0, 1, ())
-    return min(settings_of(rows, kernel).major for kernel in KERNELS)
+    return min(settings_of(rows, kernel).outer for kernel in KERNELS)
 
 
 def bytes_needed(rows: SelectedRows) -> int:
@@ -86,6 +86,6 @@ def settings_of(rows: SelectedRows, kernel: str) -> Settings:
 
 def _prepare(rows: SelectedRows, kernel: str) -> PreparedLaunch:
     settings = settings_of(rows, kernel)
-    q = RowTiling(rows.q_order, 1, settings.minor, rows.pack, gathers_rows=True)
-    kv = RowTiling(rows.kv_order, rows.block, settings.major)
+    q = RowTiling(rows.q_order, 1, settings.inner, rows.pack, gathers_rows=True)
+    kv = RowTiling(rows.kv_order, rows.block, settings.outer)
     return prepare(rows, q, kv, kv, [(q, rows.lists_by_key(q, kv))], settings, None, kernel == "dkv_with_dq")

@@ -92,7 +92,7 @@ def kv_outer_kernel(
     spans,
     entries,
     mask_tiles,
-    active_rows_mask,
+    active_query_groups,
     mask_bits,
     q_ids,
     kv_ids,
@@ -123,7 +123,7 @@ def kv_outer_kernel(
     ids = load_ids(kv_ids + batch * (A.NUM_IDS * A.S), token, exists, A.S, -1, A)
     keys = KVTile(k_tile, v_tile, row_in_block, ids)
     q_ids += batch * (A.NUM_IDS * A.T)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_ids, kv_ids)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     lists = move_to_list(lists, span)
     q += (batch * A.T * A.HEADS + head) * A.H
     row = batch * Q.ROWS * A.PASS_HEADS

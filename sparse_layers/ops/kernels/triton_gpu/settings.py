@@ -11,8 +11,8 @@ from ..gpu.splits import MAX_SPLITS
 class Settings:
     """Tile sizes and compiler options of one kernel."""
 
-    major: int  # rows of the tile that a program holds
-    minor: int  # rows of the tile that a step of its loop loads
+    outer: int  # rows of the tile that a program holds
+    inner: int  # rows of the tile that a step of its loop loads
     num_warps: int
     num_stages: int  # depth of the software pipeline
 
@@ -60,18 +60,18 @@ _SPARE = 2048
 
 def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int) -> int:
     """Returns an upper bound of the bytes of shared memory; ``sizes`` are padded head sizes."""
-    major_elements, minor_elements = settings.major * sizes[0], settings.minor * sum(sizes)
+    outer_elements, inner_elements = settings.outer * sizes[0], settings.inner * sum(sizes)
     if kernel != "forward":
-        major_elements += settings.major * sizes[1]
+        outer_elements += settings.outer * sizes[1]
     # One stage of three and more is the look-up of the block; without a pipeline, tiles are kept in several layouts.
     buffers = {1: 1.5, 2: 2}.get(settings.num_stages, settings.num_stages - 1)
-    scores = settings.major * settings.minor * (1 if kernel == "forward" else 2)
+    scores = settings.outer * settings.inner * (1 if kernel == "forward" else 2)
     if capability >= 100:  # tensor cores read scores from shared memory, too
         scores *= 2
     elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("dq_with_dkv", "dkv_with_dq"):
         # They read the left side of a product from registers; only these two need all their tiles on either side.
-        major_elements, scores = (0, scores) if kernel == "forward" else (major_elements / 2, scores / 2)
-    return int(itemsize * (major_elements + buffers * minor_elements + scores)) + _SPARE
+        outer_elements, scores = (0, scores) if kernel == "forward" else (outer_elements / 2, scores / 2)
+    return int(itemsize * (outer_elements + buffers * inner_elements + scores)) + _SPARE
 
 
 def unsupported(
@@ -93,10 +93,10 @@ def unsupported(
     return None
 
 
-def major_rows(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
-    """Returns the major tile of a kernel in the table, or None if the table does not have the kernel."""
+def outer_rows(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
+    """Returns the outer tile of a kernel in the table, or None if the table does not have the kernel."""
     entries = _entries(kernel, itemsize, sizes)
-    return entries[0].major if entries else None
+    return entries[0].outer if entries else None
 
 
 def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settings, ...]:
@@ -110,27 +110,27 @@ def choose_settings(
 ) -> Settings:
     """Returns the settings of a kernel: the user's, else those of the table, reduced to fit the device and the blocks.
 
-    ``sizes`` are padded head sizes of q and k, and of v; ``blocks`` rows of the major side and of the minor one. The
-    user's blocksize_m is of the major side, also where that is keys.
+    ``sizes`` are padded head sizes of q and k, and of v; ``blocks`` rows of the outer side and of the inner one. The
+    user's blocksize_m is of the outer side, also where that is keys.
     """
     entries = _entries(kernel, itemsize, sizes)
-    settings = next((entry for entry in entries if entry.major <= blocks[0]), entries[-1])
-    major, minor = (
+    settings = next((entry for entry in entries if entry.outer <= blocks[0]), entries[-1])
+    outer, inner = (
         min(default, max(least, 1 << (block - 1).bit_length()))
-        for default, least, block in zip((settings.major, settings.minor), (16, 32), blocks, strict=True)
+        for default, least, block in zip((settings.outer, settings.inner), (16, 32), blocks, strict=True)
     )
     fields = (params.blocksize_m, params.blocksize_n, params.num_warps, params.num_stages)
     explicit = {
         x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None
     }
-    settings = dataclasses.replace(settings, **({"major": major, "minor": minor} | explicit))
+    settings = dataclasses.replace(settings, **({"outer": outer, "inner": inner} | explicit))
     while shared_memory(kernel, settings, itemsize, sizes, device.capability) > device.shared_memory:
-        # A single stage comes late, before a smaller major tile only: with it, loads wait for products.
+        # A single stage comes late, before a smaller outer tile only: with it, loads wait for products.
         steps = (
             ("num_stages", settings.num_stages - 1, 2),
-            ("minor", settings.minor // 2, 32),
+            ("inner", settings.inner // 2, 32),
             ("num_stages", settings.num_stages - 1, 1),
-            ("major", settings.major // 2, 16),
+            ("outer", settings.outer // 2, 16),
         )
         step = next(((name, value) for name, value, least in steps if name not in explicit and value >= least), None)
         if step is None:
@@ -142,7 +142,7 @@ def choose_settings(
 def requested_splits(params: KernelParams, rows: int) -> int | None:
     """Returns the number of splits of every work tile that the user requests, 0 for none; None to choose.
 
-    ``rows`` is the number of minor rows.
+    ``rows`` is the number of inner rows.
     """
     number = params.num_key_splits
     if number is None and params.blocksize_keys is not None:
