@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from ..masks.algebra import Array, Mask
 from ..ops.planning.blocks import outside_trace
 from ..ops.recorded_calls import split_marks
 from .jaxpr_axes import Axis, differs, full_axis, is_block, longest, reshaped, sources
+from .recognition import recognize
 from .source_lines import Source, source_of
 
 _MAX_EVALUATED = 1 << 26  # elements of a mask that is computed to recognize it, 8192 x 8192
@@ -43,6 +45,16 @@ class DenseMask:
     is_partial: bool  # True if inputs hide more pairs than ``allowed`` does
     # Computes the bool array [T, S] of allowed pairs; returns None if inputs decide it or it is no mask.
     allowed: Callable[[], np.ndarray | None]
+
+    @functools.cached_property
+    def pattern(self) -> Mask | None:
+        """Masks that allow the same pairs: an `Array` if no expression is known; None if inputs decide them."""
+        pairs = self.allowed()
+        if pairs is None:
+            return None
+        array = Array(pairs)
+        rewritten = recognize(array, len(pairs)) if pairs.shape[0] == pairs.shape[1] else None
+        return array if rewritten is None else rewritten[0]
 
 
 @dataclasses.dataclass(eq=False)
@@ -183,9 +195,10 @@ class _Reader:
     # --- equations that call jaxprs ----------------------------------------------------------------------------------
 
     def _equation(self, equation: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
+        """Returns the results of an equation with operands of these values."""
         name, params = equation.primitive.name, equation.params
         if name == "scan":
-            return self._scan(params, values, path, times)
+            return self._scan(equation, values, path, times)
         if name == "while":
             return self._while(params, values, path, times)
         if name == "cond":
@@ -235,22 +248,26 @@ class _Reader:
                 axes.append(full_axis(n) if is_new else ((n, 0),))
         return axes
 
-    def _scan(self, params: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
-        split = params["num_consts"], params["num_consts"] + params["num_carry"]
-        constants, carry, stacked = values[: split[0]], values[split[0] : split[1]], values[split[1] :]
-        rows = [_Value(x.shape[1:], x.dtype, x.axes[1:], x.inputs, is_random=x.is_random) for x in stacked]
+    def _scan(self, equation: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
+        # Ranks inside and outside tell constants, carry and rows apart: versions of JAX count them in other parameters.
+        body, length = equation.params["jaxpr"], equation.params["length"]
+        inner = getattr(body, "jaxpr", body)
+        num_rows = sum(len(x.shape) > len(v.aval.shape) for x, v in zip(values, inner.invars, strict=True))
+        ranks = zip(equation.outvars, inner.outvars, strict=True)
+        num_carry = sum(len(v.aval.shape) == len(row.aval.shape) for v, row in ranks)
+        first = len(values) - num_rows
+        constants, carry = values[: first - num_carry], values[first - num_carry : first]
+        rows = [_Value(x.shape[1:], x.dtype, x.axes[1:], x.inputs, is_random=x.is_random) for x in values[first:]]
 
-        def body(carry, times):
-            return self.read(params["jaxpr"], [*constants, *carry, *rows], path, times)
+        def run(carry, times):
+            return self.read(body, [*constants, *carry, *rows], path, times)
 
-        results = body(self._settled(carry, lambda carry: body(carry, times)), times * params["length"])
-        stacked_axis = full_axis(params["length"])
-        ends = results[len(carry) :]
-        ends = [
-            _Value((params["length"], *x.shape), x.dtype, [stacked_axis, *x.axes], x.inputs, is_random=x.is_random)
-            for x in ends
+        results = run(self._settled(carry, lambda carry: run(carry, times)), times * length)
+        stacked = [
+            _Value((length, *x.shape), x.dtype, [full_axis(length), *x.axes], x.inputs, is_random=x.is_random)
+            for x in results[num_carry:]
         ]
-        return [*results[: len(carry)], *ends]
+        return [*results[:num_carry], *stacked]
 
     def _while(self, params: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
         first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -328,7 +345,7 @@ class _Reader:
         return result
 
     def _may_be_scores(self, left: _Value, right: _Value) -> bool:
-        """True unless an operand is a weight, or depends on one array alone, as the weights of a router do."""
+        """True unless an operand is a weight, as that of a router: no data, or one array alone."""
         if not (left.inputs & self._data and right.inputs & self._data):
             return False
         few, many = sorted((left.inputs, right.inputs), key=len)
@@ -407,7 +424,7 @@ def _allowed(x: _Value, name: str, operand: int) -> np.ndarray | None:
         return None
     with outside_trace():
         pairs = np.asarray(x.evaluate())[tuple(by_pair)]
-    if name == "select_n":
+    if name == "select_n" and x.dtype == "bool":
         return pairs if operand == 2 else ~pairs
     is_mask = name == "add" and bool(np.all((pairs == 0) | (pairs < _HIDDEN)))
     return pairs == 0 if is_mask else None

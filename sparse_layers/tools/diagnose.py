@@ -5,8 +5,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from ..ops.planning.platforms import FALLBACK, assuming, platform
 from ..ops.recorded_calls import record_calls
 from .advice import advice, mask_name
 from .dense_attention import DenseAttention, DenseMask, SparseCall, find_attention
-from .recognition import recognize
 from .source_lines import Source
 from .subjects import is_linen, plans_of, walk
 
@@ -78,6 +77,9 @@ class Finding(NamedTuple):
     times: int
     what: str
     advice: str
+
+
+_Located: TypeAlias = tuple[Finding, Sequence[str]]  # a finding, and the paths of its modules
 
 
 class Diagnosis(NamedTuple):
@@ -204,20 +206,16 @@ def _is_flax_attention(layer: Any) -> bool:
     return any(("flax", name) in names for name in _FLAX_LAYERS)
 
 
-def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yields findings once that differ in their number alone, or in the paths of their modules."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        line = finding.where.partition(" (")[0]
-        groups.setdefault((finding.kind, line, finding.what, finding.advice), []).append(finding)
-    for (kind, line, what, to_do), equal in groups.items():
-        paths = dict.fromkeys(path for x in equal for path in re.findall(r" \((.*)\)$", x.where) if path)
-        yield Finding(kind, _where(line, list(paths)), sum(x.times for x in equal), what, to_do)
-
-
-def _where(line: str, paths: Sequence[str]) -> str:
-    shown = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
-    return f"{line or 'the model'} ({shown})" if shown else line or "the model"
+def _merged(findings: Iterable[_Located]) -> Iterator[Finding]:
+    """Yields findings with the paths of their modules; equal ones become one with all their times and paths."""
+    groups: dict[Finding, list[tuple[int, Sequence[str]]]] = {}
+    for finding, paths in findings:
+        groups.setdefault(finding._replace(times=0), []).append((finding.times, paths))
+    for finding, equal in groups.items():
+        paths = list(dict.fromkeys(path for _, paths in equal for path in paths if path))
+        shown = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
+        where = (finding.where or "the model") + f" ({shown})" * bool(shown)
+        yield finding._replace(where=where, times=sum(times for times, _ in equal))
 
 
 def _scopes(path: str) -> str:
@@ -235,15 +233,15 @@ def _scopes(path: str) -> str:
 # --- dense attention -------------------------------------------------------------------------------------------------
 
 
-def _dense_findings(attention: Sequence[DenseAttention], layers: dict[str, Any]) -> Iterator[Finding]:
+def _dense_findings(attention: Sequence[DenseAttention], layers: dict[str, Any]) -> Iterator[_Located]:
     dense_layers = [path for path, layer in layers.items() if path and plans_of(layer.attention_fn) is None]
     for x in attention:
         scores = f"{x.dtype} scores {_listed([n for n in x.shape if n > 1])} of {x.q_len} queries and {x.kv_len} keys"
         if x.kv_len < _FEW_KEYS:
             scores += f"; below about {_FEW_KEYS} keys a pattern saves little"
         scopes = _scopes(x.path)
-        paths = [scopes] if scopes else dense_layers if _in_flax(x.source) else []
-        yield Finding("dense attention", _where(x.source.line, paths), x.times, scores, _replacement(x))
+        paths = [scopes] if scopes or not _in_flax(x.source) else dense_layers
+        yield Finding("dense attention", x.source.line, x.times, scores, _replacement(x)), paths
 
 
 def _in_flax(source: Source) -> bool:
@@ -252,7 +250,7 @@ def _in_flax(source: Source) -> bool:
 
 def _replacement(attention: DenseAttention) -> str:
     """Returns what to write in place of dense attention."""
-    masks = [expression for mask in attention.masks if (expression := _expression(mask)) is not None]
+    masks = [mask.pattern for mask in attention.masks if mask.pattern is not None]
     saves = len(masks) == 1 and masks[0] not in (Causal(), Full())
     lengths = {"q_len": attention.q_len, "kv_len": attention.kv_len, "pattern": _code(masks[0]) if saves else "pattern"}
     is_cross = attention.q_len != attention.kv_len
@@ -264,17 +262,17 @@ def _replacement(attention: DenseAttention) -> str:
     return code.format(**lengths) + choice
 
 
-def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[Finding]:
+def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[_Located]:
     for x in attention:
         for mask in {(m.shape, m.dtype, m.source): m for m in x.masks}.values():
             line = "an input" if mask.source is None else mask.source.line
             size = math.prod(mask.shape) * np.dtype(mask.dtype).itemsize / 2**20
             what = f"{mask.dtype} {_listed(mask.shape)}, {size:.1f} MiB, joins the scores of dense attention"
-            yield Finding("dense mask", line, x.times, what, _mask_advice(mask))
+            yield Finding("dense mask", line, x.times, what, _mask_advice(mask)), ()
 
 
 def _mask_advice(mask: DenseMask) -> str:
-    expression = _expression(mask)
+    expression = mask.pattern
     by_input = "documents and padding are segment_ids, and what else differs by batch entry is order_ids"
     if expression is None and mask.dtype != "bool":
         return (
@@ -287,16 +285,6 @@ def _mask_advice(mask: DenseMask) -> str:
     if isinstance(expression, Array):
         rule = "no input decides it: the pattern is this mask as a numpy bool array [T, S], or masks of the same rule"
     return f"{rule} up to what inputs decide: {by_input}" if mask.is_partial else rule
-
-
-def _expression(mask: DenseMask) -> Mask | None:
-    """Returns the masks that a constant dense mask equals, itself if none do, and None if it is not constant."""
-    pairs = mask.allowed()
-    if pairs is None:
-        return None
-    array = Array(pairs)
-    rewritten = recognize(array, len(pairs)) if pairs.shape[0] == pairs.shape[1] else None
-    return array if rewritten is None else rewritten[0]
 
 
 def _code(mask: Mask) -> str:
@@ -313,8 +301,8 @@ def _listed(shape: Sequence[int]) -> str:
 
 def _dropout_findings(
     attention: Sequence[DenseAttention], layers: dict[str, Any], calls: Sequence[dict[str, Any]]
-) -> Iterator[Finding]:
-    """Yields dropout of attention weights: in layers that the model holds, else in dense scores and sparse calls."""
+) -> Iterator[_Located]:
+    """Yields dropout of attention weights: in layers of Flax that the model holds, else as calls show it."""
     to_do = (
         "set dropout_rate=0 and apply dropout to the output: sparse attention forms no weights to drop, and refuses "
         "the rate in training"
@@ -322,21 +310,19 @@ def _dropout_findings(
     rates = {path: getattr(layer, "dropout_rate", 0) for path, layer in layers.items()}
     for path, rate in rates.items():
         if rate:
-            where = _where("", [path] if path else [])
-            yield Finding("weight dropout", where, 1, f"the layer has dropout_rate={rate}", to_do)
-    if any(rates.values()):
-        return
+            yield Finding("weight dropout", "", 1, f"the layer has dropout_rate={rate}", to_do), [path]
+    are_known = any(rates.values())
     for x in attention:
-        if x.has_dropout:
-            where = _where(x.source.line, [_scopes(x.path)] if _scopes(x.path) else [])
-            yield Finding("weight dropout", where, x.times, "the weights of dense attention are dropped", to_do)
+        if x.has_dropout and not (are_known and _in_flax(x.source)):
+            what = "the weights of dense attention are dropped"
+            yield Finding("weight dropout", x.source.line, x.times, what, to_do), [_scopes(x.path)]
     for fact in calls:
-        if fact.get("dropout_rate"):
+        if fact.get("dropout_rate") and not are_known:
             what = f"the layer has dropout_rate={fact['dropout_rate']}, which this call does not use"
-            yield Finding("weight dropout", fact["at"].source.line, fact["at"].times, what, to_do)
+            yield Finding("weight dropout", fact["at"].source.line, fact["at"].times, what, to_do), ()
 
 
-def _sparse_findings(calls: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def _sparse_findings(calls: Sequence[dict[str, Any]]) -> Iterator[_Located]:
     unsaving = functools.cache(_unsaving_masks)  # layers have equal plans
     for fact in calls:
         sparse: SparseCall = fact["at"]
@@ -344,7 +330,7 @@ def _sparse_findings(calls: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         length, seq_len = operands.query.shape[1], fact.get("seq_len")
 
         def finding(kind, what, to_do, sparse=sparse):
-            return Finding(kind, sparse.source.line or "the model", sparse.times, what, to_do)
+            return Finding(kind, sparse.source.line, sparse.times, what, to_do), ()
 
         if operands.mask is not None:
             what = f"bool {_listed(operands.mask.shape)}, a run-time mask of the op"
