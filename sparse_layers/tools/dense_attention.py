@@ -43,6 +43,7 @@ class DenseMask:
     primitive: str  # that joins it: "select_n" for a mask, "add" for a bias
     source: Source | None  # the line that built it; None if it is an input
     is_partial: bool  # True if inputs hide more pairs than ``allowed`` does
+    is_large: bool  # True if it is constant, and too large to compute it
     # Computes the bool array [T, S] of allowed pairs; returns None if inputs decide it or it is no mask.
     allowed: Callable[[], np.ndarray | None]
 
@@ -411,10 +412,11 @@ def _join(
         attention.has_dropout = attention.has_dropout or exponentiated
         return
     stored = x.stored or x
+    is_large = stored.evaluate is not None and stored.size > _MAX_EVALUATED
     allowed = functools.partial(_allowed, stored, name, operand)
     if varying[_LEFT] > varying[_RIGHT]:
         allowed = _transposed(allowed)
-    attention.masks.append(DenseMask(stored.shape, stored.dtype, name, x.built, x.is_partial, allowed))
+    attention.masks.append(DenseMask(stored.shape, stored.dtype, name, x.built, x.is_partial, is_large, allowed))
 
 
 def _allowed(x: _Value, name: str, operand: int) -> np.ndarray | None:

@@ -274,6 +274,8 @@ def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[_Located]:
 def _mask_advice(mask: DenseMask) -> str:
     expression = mask.pattern
     by_input = "documents and padding are segment_ids, and what else differs by batch entry is order_ids"
+    if mask.is_large:
+        return "it is too large to compare with patterns: diagnose a shorter input, or write its rule as masks"
     if expression is None and mask.dtype != "bool":
         return (
             "if it hides pairs, write it as a pattern; sparse attention adds no bias to logits: sl.Rope encodes "

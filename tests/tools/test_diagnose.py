@@ -174,6 +174,12 @@ def test_a_bias_or_mask_of_inputs():
     assert "documents and padding are segment_ids" in finding.advice
 
 
+def test_a_mask_that_is_too_large_to_compute():
+    long = SHAPED((1, 16384, 1, 8), "float32")
+    diagnosis = sl.diagnose(lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True), long)
+    assert only(diagnosis, "dense mask").advice.startswith("it is too large to compare with patterns: diagnose a short")
+
+
 @pytest.mark.parametrize("padding", ["keys", "pairs"])
 def test_causality_and_padding_together(padding):
     layer = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0))
