@@ -24,8 +24,9 @@ def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., list[jax
 class Table:
     """Rows of a check, printed as they come.
 
-    The budget of an error is measured. Each of the two results may be off by twice the sum of two numbers: the change
-    of the host's result when each input changes by the epsilon of its dtype, and this epsilon times the largest result.
+    Errors are differences from the host's result, as a share of its largest value. Their budget is measured: each of
+    the two results may be off by twice the sum of two numbers. One is the change of the host's result when each input
+    changes by the epsilon of its dtype; the other is this epsilon.
     """
 
     def __init__(self) -> None:
@@ -47,10 +48,9 @@ class Table:
         results = [[np.asarray(x).astype(np.float64) for x in theirs(*inputs)] for inputs in (arrays, changed)]
         eps, shares = float(max(jnp.finfo(x.dtype).eps for x in leaves)), []
         for answer, right, near in zip(ours(*arrays), *results, strict=True):
-            error = largest_error(answer, right)
-            budget = 4 * (largest_error(near, right) + eps * np.abs(right).max(initial=0))
-            share = 0.0 if error == 0 else np.inf if budget == 0 else error / budget
-            shares.append((share, error, budget))
+            size = np.abs(right).max(initial=0) or 1.0
+            error, budget = largest_error(answer, right) / size, 4 * (largest_error(near, right) / size + eps)
+            shares.append((error / budget, error, budget))
         share, error, budget = max(shares)
         self._row(name, len(shares), f"{error:.1e}", f"{budget:.1e}", is_right=share <= 1)
 
