@@ -6,6 +6,7 @@ number marks the call in the jaxpr, so that every equation leads to the facts of
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -15,9 +16,16 @@ import jax
 
 _MARK = "sparse_layers_call_"
 _RECORD: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.ContextVar("recorded calls", default=None)
-# JAX keeps the traces of jitted functions by the value of this context: a new value traces them again.
-_retraced = jax.make_user_context(0)
 _numbers = itertools.count(1)
+
+
+@functools.cache
+def _trace_key() -> Any:
+    """Returns a context by whose value JAX keeps traces of jitted functions: a new value traces them again.
+
+    It is made at its first use, as JAX then forgets the traces that it has.
+    """
+    return jax.make_user_context(0)
 
 
 @contextlib.contextmanager
@@ -26,7 +34,7 @@ def record_calls() -> Iterator[list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
     token = _RECORD.set(calls)
     try:
-        with _retraced(next(_numbers)):
+        with _trace_key()(next(_numbers)):
             yield calls
     finally:
         _RECORD.reset(token)

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 import sparse_layers as sl
 import sparse_layers.haiku
 from sparse_layers import linen
+from tests.programs import on_devices
 from tests.tools.diagnosed_models import (
     ARRAYS,
     ATTENTION,
@@ -120,6 +121,25 @@ def test_functions_that_jax_has_traced_are_read_again():
     for _ in range(2):
         finding = only(sl.diagnose(lambda x: attend(attend(x)), HEADS), "slow implementation")
         assert finding.times == 2 and "in test_functions_that_jax_has_traced_are_read_again.<locals>" in finding.where
+
+
+def test_what_jax_has_compiled_stays_until_the_first_diagnosis():
+    """Using the op keeps it. A process of its own, in which nothing is diagnosed before."""
+    code = """
+import jax, jax.numpy as jnp
+traced = []
+function = jax.jit(lambda x: traced.append(1) or x + 1)
+function(1.0)
+import sparse_layers as sl
+q = jnp.ones((1, 8, 1, 4))
+sl.block_sparse_attention(q, q, q, sl.Causal())
+function(1.0)
+assert len(traced) == 1
+assert sl.diagnose(lambda q: sl.block_sparse_attention(q, q, q, sl.Causal()), q).findings == ()
+function(1.0), function(1.0)
+assert len(traced) == 2
+"""
+    on_devices(1, "-c", code)
 
 
 def test_arrays_without_projections_and_few_keys():
