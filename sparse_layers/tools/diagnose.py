@@ -106,8 +106,8 @@ class Diagnosis(NamedTuple):
 def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, int] | None = None) -> Diagnosis:
     """Traces a call of a model, and says which attention is dense, slow or refused in training, and what to write.
 
-    Only constant masks are computed, so inputs and parameters may be shapes. After the first diagnosis of a process, JAX
-    compiles functions again that it compiled before. These are found:
+    Only constant masks are computed, so inputs and parameters may be shapes. After the first diagnosis of a process,
+    JAX compiles functions again that it compiled before. These are found:
 
     - Attention that computes all scores: a softmax between two products, `jax.nn.dot_product_attention`, the layers of
       Flax, Haiku and Equinox. Attention in blocks, few keys and softmaxes over weights (routers, heads) are left out.
