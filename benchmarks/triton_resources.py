@@ -191,7 +191,7 @@ def launches(
         selection,
     )
     with (
-        platforms.assuming(device),
+        platforms.assume_gpu(device),
         mock.patch.object(attention, "jitted_attend", attend),  # what jit keeps would lack launches, or have these
     ):
         jax.eval_shape(op, *operands)

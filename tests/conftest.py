@@ -72,10 +72,10 @@ def triton_kernels_anywhere():
     from tests.ops.kernels import triton_interpreter
 
     def call(*args, launch=bridge.call_triton, **options):  # calls for a GPU that is assumed are only recorded
-        return (launch if platforms.assumed() else triton_interpreter.call)(*args, **options)
+        return (launch if platforms.assumed_gpu() else triton_interpreter.call)(*args, **options)
 
     def device():
-        return platforms.assumed() or hardware.DEVICES["h200"]
+        return platforms.assumed_gpu() or hardware.DEVICES["h200"]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bridge, "call_triton", call)

@@ -46,16 +46,16 @@ def count(mask: Mask, q_len: int, kv_len: int, most: int = 1 << 28) -> Count:
     rng, estimate = np.random.default_rng(0), 0.0
     step = max(1, _ELEMENTS // samples)
     for start in range(0, rows.size, step):
-        q0, k0, high, wide = (x[start : start + step] for x in (rows, columns, heights, widths))
+        q0, k0, height, width = (x[start : start + step] for x in (rows, columns, heights, widths))
         if exact:
             q, k = np.arange(cell)[:, None], np.arange(cell)
-            inside = (q < high) & (k < wide)
-            q, k = q0 + np.minimum(q, high - 1), k0 + np.minimum(k, wide - 1)  # tables of users end with the lengths
+            inside = (q < height) & (k < width)
+            q, k = q0 + np.minimum(q, height - 1), k0 + np.minimum(k, width - 1)  # tables of users end with the lengths
         else:
             inside = True
-            q, k = (x + (rng.random((len(x), 1, samples)) * n).astype(np.int64) for x, n in ((q0, high), (k0, wide)))
+            q, k = (x + (rng.random((len(x), 1, samples)) * n).astype(np.int64) for x, n in ((q0, height), (k0, width)))
         allowed = mask(q, k) & inside
         future = future or bool((allowed & (k > q)).any())
         counts = np.broadcast_to(allowed, np.broadcast_shapes(q.shape, k.shape)).sum(axis=(1, 2))
-        estimate += float((counts if exact else counts * (high * wide)[:, 0, 0] / samples).sum())
+        estimate += float((counts if exact else counts * (height * width)[:, 0, 0] / samples).sum())
     return Count(pairs + round(estimate), not future, None if exact else rows.size * samples)

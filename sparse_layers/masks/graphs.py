@@ -120,7 +120,7 @@ class Graph(Mask):
                 return np.full(q0.shape, UNSURE, np.int8)
             count = self._count(q0.ravel(), q1.ravel(), k0.ravel(), k1.ravel()).reshape(q0.shape)
             return to_state(count > 0, count == area)
-        count = self._counts_of_blocks(height, width, q0 // height, k0 // width)
+        count = self._look_up_edge_counts(height, width, q0 // height, k0 // width)
         states = to_state(count > 0, count == area)
         # Of a shorter rectangle, its whole block was counted: more edges than it has, unless the graph ends there.
         is_cut = ((q1 - q0 + 1 < height) & (q1 < self.shape[0] - 1)) | (
@@ -155,41 +155,44 @@ class Graph(Mask):
             counts[chunk] = np.where(exists, end - first, 0).sum(1)
         return counts
 
-    def _counts_of_blocks(self, height: int, width: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    def _look_up_edge_counts(self, height: int, width: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
         """Returns the number of edges in blocks of height x width, at rows and columns of their grid."""
-        blocks, counts = self._block_counts(height, width)
+        ids_with_edges, counts = self._cached_edge_counts(height, width)
         columns = -(-self.num_keys // width)
-        if not blocks.size:
+        if not ids_with_edges.size:
             return np.zeros(row.shape, np.int64)
-        wanted = row.astype(np.int64) * columns + column
-        nearest = np.minimum(np.searchsorted(blocks, wanted), blocks.size - 1)
-        return np.where((blocks[nearest] == wanted) & (column < columns), counts[nearest], 0)
+        block_ids = row.astype(np.int64) * columns + column
+        index = np.minimum(np.searchsorted(ids_with_edges, block_ids), ids_with_edges.size - 1)
+        return np.where((ids_with_edges[index] == block_ids) & (column < columns), counts[index], 0)
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    def _edge_counts(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
         return {}
 
-    def _block_counts(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def _cached_edge_counts(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks with edges, ascending, int64 [n], and their numbers of edges; kept for some sizes."""
-        if (height, width) not in self._tables:
-            if len(self._tables) == _TABLES:
-                self._tables.pop(next(iter(self._tables)))
-            self._tables[height, width] = self._count_blocks(height, width)
-        return self._tables[height, width]
+        if (height, width) not in self._edge_counts:
+            if len(self._edge_counts) == _TABLES:
+                self._edge_counts.pop(next(iter(self._edge_counts)))
+            self._edge_counts[height, width] = self._count_edges_by_block(height, width)
+        return self._edge_counts[height, width]
 
-    def _count_blocks(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        columns, ends = -(-self.num_keys // width), self.indptr[::height]
-        ends = ends if self.shape[0] % height == 0 else np.append(ends, self.indptr[-1])  # of rows of blocks
+    def _count_edges_by_block(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Counts edges by block, in O(edges): ids ``row * columns + column`` of blocks with edges, and their counts."""
+        columns, row_bounds = -(-self.num_keys // width), self.indptr[::height]
+        row_bounds = (
+            row_bounds if self.shape[0] % height == 0 else np.append(row_bounds, self.indptr[-1])
+        )  # the first edge of each row of blocks, and the end of the last
         blocks, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for first, end in _row_chunks(ends):
+        for first, end in _row_chunks(row_bounds):
             for row in range(first, end, step := max(1, _CHUNK // max(columns, 1))):
                 last = min(row + step, end)
                 starts = self.indptr[row * height : last * height + 1]
                 block_row = np.repeat(np.arange(starts.size - 1) // height, np.diff(starts))
                 edges = np.bincount(block_row * columns + self.indices[starts[0] : starts[-1]] // width)
-                cells = np.flatnonzero(edges)
-                blocks.append(cells + row * columns)
-                counts.append(edges[cells])
+                nonempty = np.flatnonzero(edges)
+                blocks.append(nonempty + row * columns)
+                counts.append(edges[nonempty])
         return np.concatenate(blocks), np.concatenate(counts)
 
     def _tiles(self, positions: _Tiles) -> np.ndarray:

@@ -286,11 +286,11 @@ class Radial(OnGrid):
         return in_window | ((places == 0) & (frames % -(-scale // self.places) == 0))
 
     def box_state(self, q, k):
-        least = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
-        most = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
-        some, every = self._allowed(*least), self._allowed(*most)
+        min_distance = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
+        max_distance = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
+        some, every = self._allowed(*min_distance), self._allowed(*max_distance)
         # Fewer pairs are allowed the farther apart they are, except at the strides of far frames.
-        strided = (least[0] < most[0]) & (self._scale(most[0]) > self.places)
+        strided = (min_distance[0] < max_distance[0]) & (self._scale(max_distance[0]) > self.places)
         return np.where(strided, np.int8(UNSURE), to_state(some, some & every))
 
 
@@ -372,8 +372,8 @@ class Neighborhood(Mask):
         if self.causal:
             in_window = (first <= j) & (j <= i)
         else:  # clips by operators that numbers and all arrays have: x >> 31 is -1 where x is negative
-            over = first - (self._count(residue) - self.kernel)
-            first = first - (over & ~(over >> 31))
+            overshoot = first - (self._count(residue) - self.kernel)
+            first = first - (overshoot & ~(overshoot >> 31))
             first = first & ~(first >> 31)
             in_window = (first <= j) & (j - self.kernel < first)
         if self.dilation > 1:

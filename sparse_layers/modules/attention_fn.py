@@ -250,7 +250,7 @@ class AttentionFn:
           value: [..., T, K, Hv].
           mask: key padding, whose last axis is T and whose other axes broadcast to [..., 1, 1, T]: keys where it is
             False (or 0) are hidden. A query that is left without any key gets 0.
-          dtype: of the computation; None for that of the arrays together.
+          dtype: of the computation; None for `jax.numpy.result_type` of the three.
           is_causal: True also hides keys after the query.
           segment_ids, order_ids: int [..., T], see `block_sparse_attention`.
           deterministic, dropout_rate: one of them must switch dropout off.
@@ -289,8 +289,8 @@ class AttentionFn:
                 raise ValueError(f"{name}_einsum must be None, got {einsum!r}: {never}, and kernels multiply by blocks")
         if input_positions is not None:
             raise ValueError(
-                "input_positions must be None: positions count from the first token, and this function turns nothing; "
-                "for rotary embeddings, apply a Rope to query and key before, or use SparseSelfAttention(rope=)"
+                "input_positions must be None: positions count from the first token, and this function applies no "
+                "rotary embedding; for one, apply a Rope to query and key before, or use SparseSelfAttention(rope=)"
             )
         check_settings(is_causal=is_causal, dtype=dtype)
         self._check_arrays(query, key, value)

@@ -99,7 +99,7 @@ class AttentionCore:
                 raise ValueError("start must be the number of tokens before the chunk where a cache is given, got 0")
         if positions is None and start:
             positions = start + jnp.arange(length)
-        heads, index = self._rotated(inputs, positions)
+        heads, index = self._project_and_rotate(inputs, positions)
         _, key, value = heads
         index_key = None if index is None else index.key
         # With order ids, prompts may look ahead, and steps see the tokens before them.
@@ -141,16 +141,16 @@ class AttentionCore:
         elif inputs.ndim == 2:
             positions = positions[:, None]
 
-        def like_inputs(x: jax.Array) -> jax.Array:
+        def drop_token_axis(x: jax.Array) -> jax.Array:
             return x[:, 0] if inputs.ndim == 2 else x
 
-        heads, index = self._rotated(tokens, positions)
+        heads, index = self._project_and_rotate(tokens, positions)
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self.sinks}
         if index is not None:
-            options["index"] = like_inputs(index.query), like_inputs(index.key)
-        query, key, value = map(like_inputs, heads)
+            options["index"] = drop_token_axis(index.query), drop_token_axis(index.key)
+        query, key, value = map(drop_token_axis, heads)
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
-        return like_inputs(self.out(out.reshape(*tokens.shape[:2], *out.shape[-2:]))), cache
+        return drop_token_axis(self.out(out.reshape(*tokens.shape[:2], *out.shape[-2:]))), cache
 
     def index(self, inputs: jax.Array, losses: list[jax.Array] | None = None) -> IndexProjections | None:
         """Returns the projections of a scorer that has an index. Its loss has gradients for these alone."""
@@ -165,7 +165,9 @@ class AttentionCore:
             query, key = self.query_ln(query), self.key_ln(key)
         return query, key, value
 
-    def _rotated(self, inputs: jax.Array, positions: jax.Array | None) -> tuple[Any, IndexProjections | None]:
+    def _project_and_rotate(
+        self, inputs: jax.Array, positions: jax.Array | None
+    ) -> tuple[Any, IndexProjections | None]:
         """Returns (query, key, value) of tokens [B, T, F] and their index, normalized and rotated."""
         query, key, value = self._project(inputs, inputs, inputs)
         heads = self.step.apply_rope(query, key, value, self.dtype, positions)

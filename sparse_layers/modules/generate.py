@@ -119,11 +119,11 @@ def generate(
     tokens = _on_device(tokens)
     if top_k is not None:
         checked("top_k", top_k, Annotated[int, 1, vocab_size])
-    stops = _stops(stop_token, vocab_size)
+    stops = _stop_tokens(stop_token, vocab_size)
     sampling = _on_device(_sampling_options(temperature, top_p, key))
     if padding_side == "left":
-        tokens = _padded_right(tokens, lengths)
-        ids = None if ids is None else _padded_right(ids, lengths)
+        tokens = _pad_right(tokens, lengths)
+        ids = None if ids is None else _pad_right(ids, lengths)
     static_args = _StaticArgs(static_model, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
     inputs = _Inputs(arrays, tokens, lengths, ids, _on_device(stops), sampling)
     if on_tokens is None:
@@ -200,7 +200,7 @@ def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_siz
             raise ValueError(f"prompts must hold tokens in 0..{vocab_size - 1}, got {valid.min()} to {valid.max()}")
 
 
-def _stops(stop_token: Any, vocab_size: int) -> np.ndarray | None:
+def _stop_tokens(stop_token: Any, vocab_size: int) -> np.ndarray | None:
     """Returns the stop tokens, int32 [n], or None without any."""
     is_scalar = isinstance(stop_token, str | bytes) or getattr(stop_token, "ndim", 1) == 0  # an array may be one
     is_list = isinstance(stop_token, Collection) and not is_scalar
@@ -210,7 +210,7 @@ def _stops(stop_token: Any, vocab_size: int) -> np.ndarray | None:
 
 
 @jax.jit
-def _padded_right(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+def _pad_right(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Moves the padding of left-padded prompts to the right."""
     return jax.vmap(jnp.roll)(tokens, lengths)
 

@@ -17,7 +17,7 @@ import numpy as np
 from .attention import block_sparse_attention
 from .decoding.cache import KVCache
 from .decoding.layout import MaskHeads
-from .decoding.ring_cache import GatheredCache, KeyStore, all_heads, join_pages, some_heads, split_classes
+from .decoding.ring_cache import GatheredLayout, KeyLayout, concat_heads, join_pages, select_heads, split_residues
 from .kernels.numerics import merge_by_lse
 from .planning.row_orders import Reordered, RowOrder
 from .planning.selection import Selection
@@ -55,13 +55,13 @@ def attend_chunk(
         for masks, store in mask_stores:
             index, kv_heads = layout.find(store)
             rows = [kv_heads.index(head) for head in heads.kv_heads]
-            chunk_key, chunk_value = (some_heads(x, heads.kv_heads, axis=2) for x in (key, value))
+            chunk_key, chunk_value = (select_heads(x, heads.kv_heads, axis=2) for x in (key, value))
             k_order, k = _visible_rows(store, before.keys[index], after.keys[index], rows, chunk_key, start)
             _, v = _visible_rows(store, before.values[index], after.values[index], rows, chunk_value, start)
             # From the first token of a whole cycle of residues, so that queries and keys of a residue have one column.
-            first = start // store.classes * store.classes
-            order = RowOrder.residue_major(start + query.shape[1] - first, store.classes)
-            q = jnp.pad(some_heads(query, heads.q_heads, axis=2), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
+            first = start // store.num_residues * store.num_residues
+            order = RowOrder.residue_major(start + query.shape[1] - first, store.num_residues)
+            q = jnp.pad(select_heads(query, heads.q_heads, axis=2), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
             q_order = dataclasses.replace(order, length=first + order.length, offset=first)
             out, lse = block_sparse_attention(
                 order.gather(q, order.rows),
@@ -75,34 +75,34 @@ def attend_chunk(
             )
             results.append([order.scatter(x)[:, start - first :] for x in (out.astype(lse.dtype), lse)])
         outs.append(functools.reduce(merge_by_lse, results)[0])
-    return all_heads(outs, [heads.q_heads for heads, _ in groups], axis=2).astype(query.dtype)
+    return concat_heads(outs, [heads.q_heads for heads, _ in groups], axis=2).astype(query.dtype)
 
 
 def _visible_rows(
-    store: KeyStore, before: jax.Array, after: jax.Array, heads: Sequence[int], chunk: jax.Array, start: int
+    store: KeyLayout, before: jax.Array, after: jax.Array, heads: Sequence[int], chunk: jax.Array, start: int
 ) -> tuple[RowOrder, jax.Array]:
     """Returns the order of the keys that a chunk's queries may see in a store, and these keys (or values) [B, L, n, H].
 
     ``before`` and ``after`` are the store's array without and with the chunk [B, C, n, H]; n of its heads are read.
     """
-    end, kept_order, classes = start + chunk.shape[1], store.order, store.classes
-    if isinstance(store, GatheredCache):  # which drops no token
+    end, kept_order, num_residues = start + chunk.shape[1], store.order, store.num_residues
+    if isinstance(store, GatheredLayout):  # which drops no token
         last = kept_order.offset + kept_order.kept[-1]
         order = RowOrder.periodic(max(end, kept_order.offset + 1), kept_order.shape[-1], kept_order.offset, last)
-        return order, _class_rows(store, after, heads, 0, order.rows).astype(chunk.dtype)
-    first = max(0, start // classes - store.kept + 1) * classes
-    order = RowOrder.residue_major(end - first, classes)
-    if end <= classes * store.kept:  # the rings have not wrapped around: all tokens are where they were first written
-        rows = _class_rows(store, after, heads, first // classes, -(-end // classes)).astype(chunk.dtype)
+        return order, _residue_rows(store, after, heads, 0, order.rows).astype(chunk.dtype)
+    first = max(0, start // num_residues - store.rows_per_residue + 1) * num_residues
+    order = RowOrder.residue_major(end - first, num_residues)
+    if end <= num_residues * store.rows_per_residue:  # the rings have not wrapped around
+        rows = _residue_rows(store, after, heads, first // num_residues, -(-end // num_residues)).astype(chunk.dtype)
     else:
         slots = store.slot(jnp.arange(first, start))
-        cached = some_heads(join_pages(before).at[:, :, slots].get(mode="promise_in_bounds"), heads)
+        cached = select_heads(join_pages(before).at[:, :, slots].get(mode="promise_in_bounds"), heads)
         rows = jnp.concatenate([cached.swapaxes(1, 2).astype(chunk.dtype), chunk], axis=1)
         rows = order.gather(rows, order.rows)
     return dataclasses.replace(order, length=end, offset=first), rows
 
 
-def _class_rows(store: KeyStore, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
+def _residue_rows(store: KeyLayout, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
     """Returns rows ``first`` to ``stop`` - 1 of each residue class, for some heads of a store: [B, L, n, H]."""
-    rows = some_heads(split_classes(store, array), heads)[:, :, :, first:stop]
+    rows = select_heads(split_residues(store, array), heads)[:, :, :, first:stop]
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1]).swapaxes(1, 2)

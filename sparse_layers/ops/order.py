@@ -12,7 +12,7 @@ from ..arguments.checks import Length, Positive, checked, strict_kwargs
 from ..arguments.foreign import BOOL_IDS
 from .kernels.validation import checked_numbers, float_hint
 from .planning.block_lists import differs
-from .planning.selection import known
+from .planning.selection import concrete_value
 
 Integers: TypeAlias = ArrayLike | Sequence[Any]
 
@@ -44,7 +44,7 @@ def segment_ids_from_lengths(lengths: Integers, num_tokens: int) -> jax.Array:
     tokens = checked("num_tokens", num_tokens, Length)
     rule = "integers of shape [..., D], one for each document"
     document_lengths = _checked_integers("lengths", lengths, (..., None), rule)
-    values = known(document_lengths)
+    values = concrete_value(document_lengths)
     if values is not None and values.size:
         if values.min() < 0:
             raise ValueError(f"lengths must be >= 0, got {values.min()}; padding has no length: leave it out")
@@ -119,7 +119,7 @@ def prefix_order(prefix_lengths: Integers, num_tokens: int, segment_ids: Integer
     prefix = _checked_integers("prefix_lengths", prefix_lengths, (*rows, None), rule)
     begins = differs(ids)
     document = jnp.cumsum(begins & (ids >= 0), axis=-1, dtype=jnp.int32) - 1
-    documents, values = prefix.shape[-1], known(document)
+    documents, values = prefix.shape[-1], concrete_value(document)
     if values is not None and values.size and (last := values.max()) >= documents:
         raise ValueError(
             f"prefix_lengths must have one entry for each document, got {documents} in a row with {last + 1} documents "

@@ -99,11 +99,11 @@ class Shard:
         results = self._call_with_local_plan(function, call, operands._replace(**local), *by_query)
         if not by_query:
             return results
-        wide = by_query[0].dtype
+        acc_dtype = by_query[0].dtype
         for name, axis in self.kv_head_axes:
             if name in differentiated(operands):
                 full, heads = getattr(operands, name), (*[slice(None)] * axis, kv_heads)
-                gradient = jnp.zeros_like(full, wide).at[heads].add(getattr(results, name).astype(wide))
+                gradient = jnp.zeros_like(full, acc_dtype).at[heads].add(getattr(results, name).astype(acc_dtype))
                 results = results._replace(**{name: gradient.astype(full.dtype)})
         return results
 
@@ -269,8 +269,8 @@ def add_batch_axis(spec: PartitionSpec | None, query: jax.Array) -> PartitionSpe
         return None
     entries, tokens = tuple(spec), query.ndim - 3
     names = ["axes of the batch", "axes of the sequence", "axes of the heads"][1 - tokens :]
-    others = entries[len(names) :]
-    if len(others) > 1 or any(others) or PartitionSpec.UNCONSTRAINED in entries:
+    extra_entries = entries[len(names) :]
+    if len(extra_entries) > 1 or any(extra_entries) or PartitionSpec.UNCONSTRAINED in entries:
         raise ValueError(
             f"query_sharding must be PartitionSpec({', '.join(names)}) for query of shape {query.shape}, got {spec}"
         )
@@ -341,7 +341,10 @@ def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands,
 
 
 def check_tpu_sharding(operands: Operands) -> None:
-    """Refuses a TPU kernel in a program of several devices if the sharding of the operands is unknown."""
+    """Raises ValueError on TPUs under a mesh of Auto axes, where the sharding of the operands is unknown.
+
+    It is for calls that are not mapped over devices, by query_sharding or by Explicit axes.
+    """
     mesh = _mesh(operands)
     if _is_auto(mesh) and _on_tpu(mesh):
         raise ValueError(

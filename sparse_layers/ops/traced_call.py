@@ -18,7 +18,7 @@ from .kernels.gpu_attention import ENGINES
 from .kernels.operands import Operands
 from .kernels.validation import checked_scalars
 from .planning.plan import Plan
-from .planning.platforms import assuming
+from .planning.platforms import assume_gpu
 from .planning.selection import Selection
 
 # Heads of a call whose heads are not known.
@@ -103,7 +103,7 @@ def trace_call(
         arrays["selection"] = jax.eval_shape(functools.partial(Selection, block=scorer.block), ids)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
     call = Call(plan, (128, 128), (128, 128), params, *checked_scalars(scale, logits_soft_cap, head_size))
-    with assuming(device):
+    with assume_gpu(device):
         name, reasons = implementation, {}
         if name is None:
             name, reasons = rank_implementations(call, operands)

@@ -22,12 +22,12 @@ from ..ops.planning.exchanges import Received, TokenBytes
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.planner import make_plan
-from ..ops.planning.platforms import assuming, default_implementation
+from ..ops.planning.platforms import assume_gpu, default_implementation
 from ..ops.planning.report import head_names
 from ..scorers import NSA, Scorer, scorer_of
 from .advice import advice
 from .pictures import check_size, picture
-from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
+from .subjects import LONGEST, Planned, check_is_none, lengths_of, plans_of
 
 # What is assumed of a call. Nothing knows its batch; the dtype and head size are those of calls of which no layer says.
 _DTYPE, _HEAD_SIZE, _BATCH = "bfloat16", 128, "1 batch entry"
@@ -145,19 +145,21 @@ def describe(
         plan = make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params)
         plans = {"selected" if isinstance(scorer, NSA) else "": Planned(plan, scorer)}
     else:
-        refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
+        check_is_none(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, *_ in plans.values():
             lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)
     texts = {}
-    for which, planned in plans.items():
+    for heading, planned in plans.items():
         _check_heads(planned)
         planned = planned._replace(plan=_plan_for(gpu, planned))
-        runs = f"runs {_device_text(device, devices)}, {_call_text(planned)}: {_traced(planned, gpu, segment_ids)}"
-        texts[which] = _plan_text(planned, size, devices, runs)
+        kernels_text = (
+            f"runs {_device_text(device, devices)}, {_call_text(planned)}: {_traced(planned, gpu, segment_ids)}"
+        )
+        texts[heading] = _plan_text(planned, size, devices, kernels_text)
     notes = half_pattern_notes(subject, *(planned.plan.masks for planned in plans.values()))
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
     notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
-    return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
+    return "\n\n".join([*(f"{heading}:\n" * bool(heading) + text for heading, text in texts.items()), *notes])
 
 
 def _check_heads(planned: Planned) -> None:
@@ -179,7 +181,7 @@ def _plan_for(gpu: Device | None, planned: Planned) -> Plan:
     plan = planned.plan
     if planned.fixed or (gpu is None and planned.heads is None):
         return plan
-    with assuming(gpu):
+    with assume_gpu(gpu):
         name = planned.implementation or default_implementation(
             planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE
         )
@@ -218,8 +220,8 @@ def _plan_text(planned: Planned, size: int, devices: int, routed: str) -> str:
 
 def _call_text(planned: Planned) -> str:
     """Says the dtype, heads and head size of a layer, and what is assumed besides."""
-    known, assumed = [], []
-    (known if planned.dtype else assumed).append(planned.dtype or _DTYPE)
+    known, assumed_gpu = [], []
+    (known if planned.dtype else assumed_gpu).append(planned.dtype or _DTYPE)
     size = planned.head_size or _HEAD_SIZE
     if planned.heads is None:
         heads = f"{traced_call.assumed_heads(planned.plan)} heads"
@@ -229,11 +231,11 @@ def _call_text(planned: Planned) -> str:
         if num_heads != kv_heads:
             heads = f"{num_heads} query heads and {kv_heads} key head{'s' * (kv_heads > 1)}"
     if (planned.heads is None) == (planned.head_size is None):
-        (assumed if planned.heads is None else known).append(f"{heads} of {size}")
+        (assumed_gpu if planned.heads is None else known).append(f"{heads} of {size}")
     else:
-        (assumed if planned.heads is None else known).append(heads)
-        (assumed if planned.head_size is None else known).append(f"head size {size}")
-    return ", ".join([f"in {', '.join(known)}"] * bool(known) + [f"assuming {', '.join([*assumed, _BATCH])}"])
+        (assumed_gpu if planned.heads is None else known).append(heads)
+        (assumed_gpu if planned.head_size is None else known).append(f"head size {size}")
+    return ", ".join([f"in {', '.join(known)}"] * bool(known) + [f"assuming {', '.join([*assumed_gpu, _BATCH])}"])
 
 
 def _device_lines(planned: Planned, devices: int) -> Iterator[str]:

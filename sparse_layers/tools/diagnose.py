@@ -21,7 +21,7 @@ from ..ops.implementations import rank_implementations
 from ..ops.kernels.gpu.bridge import check_triton, record_launches
 from ..ops.kernels.gpu.hardware import device_named
 from ..ops.planning.plan import Plan
-from ..ops.planning.platforms import FALLBACK, assuming, platform
+from ..ops.planning.platforms import FALLBACK, assume_gpu, platform
 from ..ops.recorded_calls import record_calls
 from .advice import advice, mask_name
 from .dense_attention import DenseAttention, DenseMask, SparseCall, find_attention
@@ -165,7 +165,7 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
         called, arguments = jax.tree.unflatten(structure, filled)
         called(*arguments)
 
-    with assuming(gpu), record_launches(), record_calls() as facts:
+    with assume_gpu(gpu), record_launches(), record_calls() as facts:
         jaxpr = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
         op_calls = {number for number, fact in enumerate(facts) if "implementation" in fact}
         dense, sparse = find_attention(jaxpr, num_weights, op_calls)

@@ -132,8 +132,8 @@ class _Bench:
         budget = np.asarray(largest_by_rows(moved, right)) + float(jnp.finfo(right.dtype).eps) * size
         if name in ("gradient of query", "gradient of key"):
             # Differences of dot products of dout and v: what should cancel leaves the rounding of these.
-            wide = jnp.promote_types(right.dtype, jnp.float32)
-            budget = budget + float(jnp.finfo(wide).eps) * self.dout.shape[-1] ** 0.5
+            acc_dtype = jnp.promote_types(right.dtype, jnp.float32)
+            budget = budget + float(jnp.finfo(acc_dtype).eps) * self.dout.shape[-1] ** 0.5
         return 4 * budget
 
 

@@ -84,16 +84,16 @@ class DenseAttention:
         dtype: Any = np.float64,
     ):
         dtype = jnp.dtype(dtype)
-        wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        acc_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
         def rounded(x):
-            return x if dtype == wide else x.astype(dtype).astype(wide)
+            return x if dtype == acc_dtype else x.astype(dtype).astype(acc_dtype)
 
-        query, key, value, dout = (np.asarray(x).astype(wide) for x in (query, key, value, dout))
+        query, key, value, dout = (np.asarray(x).astype(acc_dtype) for x in (query, key, value, dout))
         self._groups = query.shape[2] // key.shape[2]
         key, value = (np.repeat(x, self._groups, axis=2) for x in (key, value))  # [B, S, N, ...]
-        dlse = np.zeros(query.shape[:3], wide) if dlse is None else np.asarray(dlse).astype(wide)
-        sink = -np.inf if sinks is None else np.asarray(sinks).astype(wide)[None, :, None, None]
+        dlse = np.zeros(query.shape[:3], acc_dtype) if dlse is None else np.asarray(dlse).astype(acc_dtype)
+        sink = -np.inf if sinks is None else np.asarray(sinks).astype(acc_dtype)[None, :, None, None]
         self._scale = query.shape[-1] ** -0.5 if scale is None else scale
 
         logits, slope = rounded(self._scale * rounded(_scores(query, key))), 1.0  # [B, N, T, S]
@@ -209,16 +209,16 @@ def _weighted(weights: np.ndarray, value: np.ndarray) -> np.ndarray:
 @jax.jit
 def neighbour(key: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the numbers changed by their dtype's epsilon, up or down: by one or two of their last places."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    signs = jax.random.rademacher(key, x.shape, wide)
-    return (x.astype(wide) * (1 + float(jnp.finfo(x.dtype).eps) * signs)).astype(x.dtype)
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    signs = jax.random.rademacher(key, x.shape, acc_dtype)
+    return (x.astype(acc_dtype) * (1 + float(jnp.finfo(x.dtype).eps) * signs)).astype(x.dtype)
 
 
 @jax.jit
 def largest_by_rows(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the largest difference in every `ROWS` rows of [B, T, N, H]: [B, groups, N]; of a vector: []."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    difference = jnp.abs(a.astype(wide) - b.astype(wide))
+    acc_dtype = jnp.promote_types(a.dtype, jnp.float32)
+    difference = jnp.abs(a.astype(acc_dtype) - b.astype(acc_dtype))
     if difference.ndim == 1:
         return difference.max()
     rows = difference.max(-1)

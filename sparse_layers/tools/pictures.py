@@ -22,7 +22,7 @@ from ..ops.planning.plan import Pass, Plan
 from ..ops.planning.planner import make_plan
 from ..ops.planning.report import head_names
 from .files import check_writable, checked_path
-from .subjects import LONGEST, lengths_of, plans_of, refuse_given
+from .subjects import LONGEST, check_is_none, lengths_of, plans_of
 
 if typing.TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -256,7 +256,7 @@ class _Panel(NamedTuple):
 def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | None, blocks: bool) -> list[_Panel]:
     plans = plans_of(subject)
     if plans is not None:
-        refuse_given(subject, {"q_len": q_len, "kv_len": kv_len})
+        check_is_none(subject, {"q_len": q_len, "kv_len": kv_len})
         return [
             panel
             for which, (plan, *_) in plans.items()

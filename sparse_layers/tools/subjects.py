@@ -18,7 +18,7 @@ from ..scorers import Scorer, as_scorer, scorer_of
 LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 _PACKAGE = __name__.partition(".")[0]
 _PATHS = 8  # most paths in a heading or an error
-_MASKS = Mask, Scorer
+_MASK_TYPES = Mask, Scorer
 # What holds no layers.
 _LEAVES = (str, bytes, int, float, complex, range, type, type(None), types.ModuleType, types.FunctionType)
 
@@ -52,23 +52,25 @@ def plans_of(subject: Any) -> dict[str, Planned] | None:
 
     A model of a user's own is searched: layers of this package and plans are found in fields, lists and dicts.
     """
-    if isinstance(subject, (*_MASKS, str)):
+    if isinstance(subject, (*_MASK_TYPES, str)):
         return None
-    plans = _plans_of_ours(_unbound(subject))
+    plans = _plans_of_library_object(_unbound(subject))
     return plans if plans is not None else _plans_by_path(subject)
 
 
-def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
+def _plans_of_library_object(subject: Any) -> dict[str, Planned] | None:
     """Returns the plans of a plan, attention function, layer, residual block or `SparseTransformer`; else None."""
     if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
-        plans, segmented = _plans_of_ours(subject.func) or {}, "segment_ids" in subject.keywords
+        plans, segmented = _plans_of_library_object(subject.func) or {}, "segment_ids" in subject.keywords
         return {name: planned._replace(segment_ids=segmented) for name, planned in plans.items()} or None
     if isinstance(subject, Plan):
         return {"": Planned(subject, fixed=True)}
     if not any(cls.__module__.partition(".")[0] == _PACKAGE for cls in type(subject).__mro__):
         return None
     if hasattr(subject, "blocks") and hasattr(subject, "num_layers"):
-        blocks = [_plans_of_ours(subject.blocks[layer % len(subject.blocks)]) for layer in range(subject.num_layers)]
+        blocks = [
+            _plans_of_library_object(subject.blocks[layer % len(subject.blocks)]) for layer in range(subject.num_layers)
+        ]
         return None if None in blocks else _grouped(dict(enumerate(blocks)), subject.num_layers)
     attention = dict(_members(subject)).get("attention")  # that of a block
     if attention is None:
@@ -80,22 +82,22 @@ def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
 
 def _grouped(layers: dict[int, Any], total: int) -> dict[str, Planned]:
     """Returns plans by the layers that have them, equal ones once."""
-    turns = _by_plans(layers)
+    keys_by_plans = _by_plans(layers)
     plans = {}
-    for branches, numbers in turns.items():
-        which = f"all {total} layers"
-        if len(turns) > 1:
-            which = f"layers {', '.join(map(str, numbers))} of {total}"
-        plans |= {", ".join(filter(None, (which, branch))): planned for branch, planned in branches}
+    for branches, numbers in keys_by_plans.items():
+        heading = f"all {total} layers"
+        if len(keys_by_plans) > 1:
+            heading = f"layers {', '.join(map(str, numbers))} of {total}"
+        plans |= {", ".join(filter(None, (heading, branch))): planned for branch, planned in branches}
     return plans
 
 
 def _by_plans(entries: dict[Any, dict[str, Planned]]) -> dict[tuple[tuple[str, Planned], ...], list[Any]]:
     """Returns the keys of entries by their plans: equal plans have one list."""
-    turns: dict[tuple[tuple[str, Planned], ...], list[Any]] = {}
+    keys_by_plans: dict[tuple[tuple[str, Planned], ...], list[Any]] = {}
     for key, plans in entries.items():
-        turns.setdefault(tuple(plans.items()), []).append(key)
-    return turns
+        keys_by_plans.setdefault(tuple(plans.items()), []).append(key)
+    return keys_by_plans
 
 
 def _planned(subject: Any, features: int | None = None) -> dict[str, Planned] | None:
@@ -169,8 +171,8 @@ def _plans_by_path(subject: Any) -> dict[str, Planned] | None:
     layers = {path: plans for path, _, plans in walk(subject) if plans is not None}
     plans = {}
     for branches, paths in _by_plans(layers).items():
-        which = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
-        plans |= {", ".join(filter(None, (which, branch))): planned for branch, planned in branches}
+        heading = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
+        plans |= {", ".join(filter(None, (heading, branch))): planned for branch, planned in branches}
     return plans or None
 
 
@@ -187,9 +189,9 @@ def walk(subject: Any) -> Iterator[tuple[str, Any, dict[str, Planned] | None]]:
             continue
         visited[id(value)] = value  # kept, so that no other object gets its id
         value = _unbound(value)
-        plans = None if isinstance(value, _MASKS) else _plans_of_ours(value)
+        plans = None if isinstance(value, _MASK_TYPES) else _plans_of_library_object(value)
         yield path, value, plans
-        if plans is None and not isinstance(value, _MASKS):
+        if plans is None and not isinstance(value, _MASK_TYPES):
             members = [
                 (f"{path}.{name}" if path and name[0] != "[" else path + name, member)
                 for name, member in _members(value)
@@ -280,7 +282,7 @@ def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> t
     return lengths["q_len"], lengths["kv_len"]
 
 
-def refuse_given(subject: Any, values: dict[str, Any]) -> None:
+def check_is_none(subject: Any, values: dict[str, Any]) -> None:
     """Raises ValueError for what may be given with a mask only."""
     for name, value in values.items():
         if value is not None:

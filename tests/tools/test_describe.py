@@ -429,8 +429,8 @@ def test_devices_in_the_documentation():
 
 def test_describe_of_models():
     patterns = (sl.Window(3), sl.Causal() & sl.Strided(4))
-    setting, assumed = "in float32, 2 heads of 2, assuming 1", "assuming bfloat16, 32 heads of 128, 1"
-    texts = [sl.describe(pattern, 16).replace(assumed, setting) for pattern in patterns]
+    setting, assumed_gpu = "in float32, 2 heads of 2, assuming 1", "assuming bfloat16, 32 heads of 128, 1"
+    texts = [sl.describe(pattern, 16).replace(assumed_gpu, setting) for pattern in patterns]
 
     def model(*layers, **options):
         return nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, *layers, seq_len=16, rngs=nnx.Rngs(0), **options))

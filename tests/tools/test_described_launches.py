@@ -19,7 +19,7 @@ from sparse_layers import haiku, linen
 from sparse_layers.ops import attention, custom_vjp, traced_call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu_attention import ENGINES
-from sparse_layers.ops.planning.platforms import assuming
+from sparse_layers.ops.planning.platforms import assume_gpu
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -195,7 +195,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_describe_names_the_launches_of_a_call(case, calls):
     """Those of scorers are recorded, too, and left out: `describe` says that it does not list them."""
-    with assuming(hardware.device_named(case.device)), bridge.record_launches():
+    with assume_gpu(hardware.device_named(case.device)), bridge.record_launches():
         layer = case.layer()
         calls.clear()  # a layer traces its step when it is made
         case.call(layer)

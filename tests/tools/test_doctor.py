@@ -116,7 +116,7 @@ def test_where_calls_get_different_answers_they_are_named(monkeypatch):
 
 def test_the_report_names_the_kernels_on_a_gpu():
     pytest.importorskip("triton", reason="needs triton: pip install triton")
-    with platforms.assuming(hardware.DEVICES["h100"]):
+    with platforms.assume_gpu(hardware.DEVICES["h100"]):
         text = doctor.report().partition("what runs at 8192 tokens, bfloat16, 32 heads of 128, 1 batch entry\n")[2]
     assert "  causal: 'hopper'\n    forward: hopper forward_kernel\n    backward: hopper backward_kernel\n" in text
     assert "backward: triton dq_kernel (with dk and dv), then hopper backward_kernel" in text

@@ -22,7 +22,7 @@ from ..planning.selection import Selection
 from . import ring_cache, step
 from .checks import Integers, checked_lengths, checked_positions
 from .layout import CacheLayout, cache_layout
-from .ring_cache import join_pages, some_heads
+from .ring_cache import join_pages, select_heads
 
 
 @register_node
@@ -242,7 +242,7 @@ class KVCache:
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             arrays = arrays if start else jax.tree.map(jnp.zeros_like, arrays)
             return tuple(
-                ring_cache.fill(store, array, some_heads(new, heads, axis=2), start, last)
+                ring_cache.fill(store, array, select_heads(new, heads, axis=2), start, last)
                 for array, (store, heads) in zip(arrays, self.layout.stores, strict=True)
             )
 

@@ -32,7 +32,7 @@ from ..planning.costs import MAX_CELLS
 from ..planning.mask_info import process_mask
 from ..planning.row_orders import Reordered, RowOrder
 from ..planning.terms import decompositions
-from .ring_cache import GatheredCache, KeyStore, RingCache
+from .ring_cache import GatheredLayout, KeyLayout, RingLayout
 
 # The most elements of a mask that are evaluated to find the reach of a part; above, its blocks give an upper bound.
 _REACH_ELEMENTS = 1 << 25
@@ -58,13 +58,17 @@ class CachePart:
     """One part of a mask, disjoint from the others, and the store of its keys."""
 
     mask: Mask  # the part, on tokens
-    store: KeyStore
+    store: KeyLayout
     page_table: PageTable | None  # the pages to read; None for the ring of the query's residue class, or for all rows
 
     @property
     def num_reads(self) -> int:
         """Keys that a step reads."""
-        return self.store.kept if self.page_table is None else self.page_table.pages.shape[1] * self.store.page_size
+        return (
+            self.store.rows_per_residue
+            if self.page_table is None
+            else self.page_table.pages.shape[1] * self.store.page_size
+        )
 
     def visible_pages(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """Returns the pages [B, n] that queries at [B] read, None for all, and the rows that they see, bool [B, L]."""
@@ -75,15 +79,17 @@ class CachePart:
             in_page = jnp.arange(store.page_size)[None, None]
             row = (row_pages[..., None] * store.page_size + in_page).reshape(len(position), -1)
             tokens = store.order.token(row)
-            allowed = (row >= 0) & (tokens > query - store.kept if store.order.natural else True)
+            allowed = (row >= 0) & (tokens > query - store.rows_per_residue if store.order.natural else True)
             pages = jnp.maximum(row_pages, 0) % store.num_pages
-        elif store.classes > 1:
-            pages = query % store.classes
-            tokens = store.token(pages * store.kept + jnp.arange(store.kept)[None], query)
+        elif store.num_residues > 1:
+            pages = query % store.num_residues
+            tokens = store.token(pages * store.rows_per_residue + jnp.arange(store.rows_per_residue)[None], query)
             allowed = True
         else:
             pages, allowed = None, True
-            tokens = jnp.broadcast_to(store.token(jnp.arange(store.kept)[None], query), (len(position), store.kept))
+            tokens = jnp.broadcast_to(
+                store.token(jnp.arange(store.rows_per_residue)[None], query), (len(position), store.rows_per_residue)
+            )
         allowed = allowed & (tokens >= 0) & (tokens <= query)
         if table is None or table.states is None:
             return pages, allowed & self.mask(query, tokens)
@@ -116,7 +122,7 @@ def plan_cache_parts(mask: Mask, length: int, max_step: int = 1) -> tuple[CacheP
         cost = sum(x.num_reads for x in cache_parts), sum(x.store.num_rows for x in cache_parts)
         options.append((cost, len(options), cache_parts))
     # A mask that allows nothing still needs a row to read; with `Empty`, as a mask without a table is traced.
-    empty = CachePart(Empty(), RingCache(RowOrder(length), 1, 1), None)
+    empty = CachePart(Empty(), RingLayout(RowOrder(length), 1, 1), None)
     return tuple(min(options, key=lambda option: option[:2])[2]) or (empty,)
 
 
@@ -126,19 +132,21 @@ def _part_in_order(mask: Mask, order: RowOrder, length: int, max_step: int) -> l
     grid, block = _finest_grid(view)
     if not len(grid.rows):
         return []
-    kept, store_type = order.rows, GatheredCache
+    rows_per_residue, store_type = order.rows, GatheredLayout
     if order.covers_all_tokens:
-        store_type = RingCache
-        later = (max_step - 1) // math.prod(order.shape[1:])  # tokens of a class that a step adds behind a query
-        kept = min(_reach(view, grid, block) + 1 + later, order.shape[0])
+        store_type = RingLayout
+        later = (max_step - 1) // math.prod(
+            order.shape[1:]
+        )  # tokens of a residue class that a step adds behind a query
+        rows_per_residue = min(_reach(view, grid, block) + 1 + later, order.shape[0])
     widest = int(np.bincount(grid.rows).max())
     # Rows of a table are copied before they are multiplied: reading half of the rows by a table takes as long as all.
-    if mask.computable and ((order.covers_all_tokens and not order.natural) or kept <= 2 * widest * block):
-        return [CachePart(mask, store_type(order, kept, kept), None)]
+    if mask.computable and ((order.covers_all_tokens and not order.natural) or rows_per_residue <= 2 * widest * block):
+        return [CachePart(mask, store_type(order, rows_per_residue, rows_per_residue), None)]
     rows, columns = grid.num_rows * block, grid.num_columns * block
     info = process_mask(bind(view, 1, rows, columns), (block, block))[0]
     pages = np.where(info.block_mask[0] > 0, info.data_next[0], -1).astype(np.int32)
-    store = store_type(order, min(_round_up(kept, block), columns), block)
+    store = store_type(order, min(_round_up(rows_per_residue, block), columns), block)
     if mask.computable:
         return [CachePart(mask, store, PageTable(block, pages))]
     tile_ids = None if info.mask_next is None else info.mask_next[0].astype(np.int32)

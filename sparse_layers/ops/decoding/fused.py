@@ -17,7 +17,7 @@ from ..kernels.decode_gpu import decode
 from ..planning.platforms import has_local_arrays, implementation_order, platform
 from .cache_parts import CachePart
 from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
-from .ring_cache import RingCache, all_heads, join_pages, some_heads
+from .ring_cache import RingLayout, concat_heads, join_pages, select_heads
 
 
 def can_attend(layout: CacheLayout, arrays: KVArrays, query: jax.Array, has_selection: bool) -> bool:
@@ -74,7 +74,7 @@ def attend(
         for heads, of_heads in reads
     ]
     outs = [out.reshape(*query.shape[:2], -1, out.shape[-1]) for out in outs]
-    return all_heads(outs, [heads.q_heads for heads, _ in reads], axis=2)
+    return concat_heads(outs, [heads.q_heads for heads, _ in reads], axis=2)
 
 
 def step(
@@ -136,15 +136,15 @@ def _read(
     if slot is not None:
         allowed = allowed & (row != slot[:, None])
     rows = jnp.where(allowed, row, -1).astype(jnp.int32)[:, None]
-    classes = store.classes if cache_part.page_table is None and isinstance(store, RingCache) else 0
+    num_residues = store.num_residues if cache_part.page_table is None and isinstance(store, RingLayout) else 0
     kv_heads = tuple(stored_heads.index(head) for head in heads.kv_heads)
     keys, values = (join_pages(side[index]) for side in arrays)
-    return decode.CacheRead(keys, values, kv_heads, rows, classes)
+    return decode.CacheRead(keys, values, kv_heads, rows, num_residues)
 
 
 def _group_queries(query: jax.Array, heads: MaskHeads) -> jax.Array:
     """Returns the queries of some heads: [B, S, N, H] -> [B * S, key heads, query heads of each, H]."""
-    query = some_heads(query, heads.q_heads, axis=2)
+    query = select_heads(query, heads.q_heads, axis=2)
     return query.reshape(query.shape[0] * query.shape[1], len(heads.kv_heads), -1, query.shape[-1])
 
 

@@ -11,7 +11,7 @@ from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from ..planning.row_orders import RowOrder
 from .cache_parts import CachePart, plan_cache_parts
-from .ring_cache import KeyStore, RingCache
+from .ring_cache import KeyLayout, RingLayout
 
 # The arrays of keys and of values of a cache, one for each store.
 KVArrays = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -41,7 +41,7 @@ class CacheLayout:
         self.masks, self.length, self.num_heads, self.num_kv_heads = masks, length, num_heads, num_kv_heads
         group = num_heads // num_kv_heads
         self.heads: list[MaskHeads] = []
-        readers: dict[KeyStore, set[int]] = {}
+        readers: dict[KeyLayout, set[int]] = {}
         for mask in dict.fromkeys(masks):
             q_heads = tuple(h for h in range(num_heads) if masks[h % len(masks)] == mask)
             kv_heads = tuple(h // group for h in q_heads)
@@ -52,14 +52,14 @@ class CacheLayout:
                 readers.setdefault(cache_part.store, set()).update(kv_heads)
         self.stores = [(store, tuple(sorted(kv_heads))) for store, kv_heads in readers.items()]
 
-    def find(self, store: KeyStore) -> tuple[int, tuple[int, ...]]:
+    def find(self, store: KeyLayout) -> tuple[int, tuple[int, ...]]:
         """Returns the index of a store, and the key heads in it."""
         index = [s for s, _ in self.stores].index(store)
         return index, self.stores[index][1]
 
     def full_store_index(self) -> int:
         """Returns the index of the array that keeps all keys of all heads in natural order, or raises an error."""
-        full = RingCache(RowOrder(self.length), self.length, self.length)
+        full = RingLayout(RowOrder(self.length), self.length, self.length)
         every_head = tuple(range(self.num_kv_heads))
         if dict(self.stores).get(full) != every_head or not all(mask.computable for mask in self.masks):
             raise NotImplementedError(

@@ -1,7 +1,7 @@
 """The ring buffers of a cache, which keep keys in the order in which a part of a pattern reads them.
 
-A `RingCache` keeps the last tokens of each residue class in a ring buffer: one ring for a window, one a residue for a
-stride. A `GatheredCache` keeps a few tokens for good: summary columns, a prefix. Arrays of both have shape [B, heads,
+A `RingLayout` keeps the last tokens of each residue class in a ring buffer: one ring for a window, one a residue for a
+stride. A `GatheredLayout` keeps a few tokens for good: summary columns, a prefix. Arrays of both have shape [B, heads,
 pages, page size, size]; a page is a range of rows that a step reads at once.
 """
 
@@ -18,21 +18,21 @@ from ..planning.row_orders import RowOrder
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyStore(abc.ABC):
-    """Rows that keep the keys of one part of a mask."""
+class KeyLayout(abc.ABC):
+    """Maps the tokens of one part of a mask to rows of an array of a `KVCache`; holds no data."""
 
     order: RowOrder
-    kept: int  # rows of each residue class
+    rows_per_residue: int  # rows of each residue class, the length of its ring
     page_size: int  # rows of a page
 
     @property
     @abc.abstractmethod
-    def classes(self) -> int:
+    def num_residues(self) -> int:
         """Residue classes, each with rows of its own."""
 
     @property
     def num_pages(self) -> int:
-        return self.classes * self.kept // self.page_size
+        return self.num_residues * self.rows_per_residue // self.page_size
 
     @property
     def num_rows(self) -> int:
@@ -51,41 +51,44 @@ class KeyStore(abc.ABC):
         """Returns the ranges (first row, row behind the last) in which each class keeps tokens start to end - 1."""
 
 
-class RingCache(KeyStore):
+class RingLayout(KeyLayout):
     """A ring buffer for each residue class: maps tokens to rows of the arrays that a `KVCache` has.
 
-    Token t is element ``t // classes`` of class ``t % classes``, and in row ``(t // classes) % kept`` of its ring. A
-    ring is as long as the farthest key that a query sees, and longer by the tokens that a step adds behind the query.
+    Token t is element ``t // num_residues`` of class ``t % num_residues``. Its row in the ring of the class is its
+    element number modulo ``rows_per_residue``. A ring is as long as the farthest key that a query sees, and longer by
+    the tokens that a step adds behind the query.
     """
 
     @property
-    def classes(self) -> int:
+    def num_residues(self) -> int:
         return math.prod(self.order.shape[1:])
 
     def slot(self, token: jax.Array) -> jax.Array:
-        index, residue = jnp.divmod(token, self.classes)
-        return residue * self.kept + index % self.kept
+        index, residue = jnp.divmod(token, self.num_residues)
+        return residue * self.rows_per_residue + index % self.rows_per_residue
 
     def token(self, slot: jax.Array, last: jax.Array) -> jax.Array:
-        residue, row = jnp.divmod(slot, self.kept)
-        newest = (last - residue) // self.classes
-        index = newest - (newest - row) % self.kept
-        return jnp.where(index < 0, -1, index * self.classes + residue)
+        residue, row = jnp.divmod(slot, self.rows_per_residue)
+        newest = (last - residue) // self.num_residues
+        index = newest - (newest - row) % self.rows_per_residue
+        return jnp.where(index < 0, -1, index * self.num_residues + residue)
 
     def row_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
-        last = -(-end // self.classes)
-        count = min(last - start // self.classes, self.kept)
-        first = (last - count) % self.kept
-        wrapped = max(0, first + count - self.kept)  # rows at the beginning of the ring, where the range wraps around
+        end_index = -(-end // self.num_residues)
+        count = min(end_index - start // self.num_residues, self.rows_per_residue)
+        first = (end_index - count) % self.rows_per_residue
+        wrapped = max(
+            0, first + count - self.rows_per_residue
+        )  # rows at the beginning of the ring, where the range wraps around
         ranges = [(first, first + count - wrapped), (0, wrapped)]
-        return [(first, last) for first, last in ranges if first < last]
+        return [(first, end_index) for first, end_index in ranges if first < end_index]
 
 
-class GatheredCache(KeyStore):
+class GatheredLayout(KeyLayout):
     """A row for each gathered token, which is never overwritten."""
 
     @property
-    def classes(self) -> int:
+    def num_residues(self) -> int:
         return 1
 
     def slot(self, token: jax.Array) -> jax.Array:
@@ -97,40 +100,40 @@ class GatheredCache(KeyStore):
 
     def row_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
         tokens = self.order.token(np.arange(self.order.rows))
-        first, last = np.searchsorted(tokens, (start, end)).tolist()
-        return [(first, last)] if first < last else []
+        first, end = np.searchsorted(tokens, (start, end)).tolist()
+        return [(first, end)] if first < end else []
 
 
-def fill(store: KeyStore, array: jax.Array, new: jax.Array, start: int, last: jax.Array) -> jax.Array:
+def fill(store: KeyLayout, array: jax.Array, new: jax.Array, start: int, last: jax.Array) -> jax.Array:
     """Returns a store's array with tokens [B, P, n, size] from ``start`` on, up to token ``last`` [B, 1].
 
     Only the rows that tokens may take are read and written, in place if the array has no other user.
     """
-    rows = split_classes(store, array)
+    rows = split_residues(store, array)
     for first, stop in store.row_ranges(start, start + new.shape[1]):
-        slot = jnp.arange(store.classes)[:, None] * store.kept + jnp.arange(first, stop)[None]
+        slot = jnp.arange(store.num_residues)[:, None] * store.rows_per_residue + jnp.arange(first, stop)[None]
         token = store.token(slot.reshape(1, -1), last)
         is_new = jnp.broadcast_to((token >= start) & (token <= last), (len(last), slot.size))[:, None, :, None]
         index = jnp.where(is_new, token[..., None, :, None] - start, 0)
-        written = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2).astype(array.dtype)
-        kept = rows[:, :, :, first:stop]
+        new_rows = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2).astype(array.dtype)
+        current_rows = rows[:, :, :, first:stop]
         # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-        written = jnp.where(is_new, written, kept.reshape(written.shape)).reshape(kept.shape)
-        rows = jax.lax.dynamic_update_slice_in_dim(rows, written, first, axis=3)
+        new_rows = jnp.where(is_new, new_rows, current_rows.reshape(new_rows.shape)).reshape(current_rows.shape)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, new_rows, first, axis=3)
     return rows.reshape(array.shape)
 
 
-def write(store: KeyStore, array: jax.Array, new: jax.Array, tokens: jax.Array) -> jax.Array:
+def write(store: KeyLayout, array: jax.Array, new: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns a store's array with the tokens of a step, [B, S, n, size] at positions [B, S]."""
     page, row = jnp.divmod(store.slot(tokens), store.page_size)
-    put = jax.vmap(lambda x, new, page, row: x.at[:, page, row].set(new, mode="drop"))
-    return put(array, new.swapaxes(1, 2).astype(array.dtype), page, row)
+    write_sequence = jax.vmap(lambda x, new, page, row: x.at[:, page, row].set(new, mode="drop"))
+    return write_sequence(array, new.swapaxes(1, 2).astype(array.dtype), page, row)
 
 
 def gather_pages(array: jax.Array, heads: Sequence[int], pages: jax.Array | None) -> jax.Array:
     """Returns pages [B, n] (None for all) of some heads of a store's array: [B, len(heads), n * page size, size]."""
     if pages is None:
-        array = some_heads(array, heads)
+        array = select_heads(array, heads)
     elif list(heads) == list(range(array.shape[1])):
         array = jax.vmap(lambda x, i: x.at[:, i].get(mode="promise_in_bounds"))(array, pages)
     else:
@@ -144,17 +147,17 @@ def join_pages(array: jax.Array) -> jax.Array:
     return array.reshape(*array.shape[:2], -1, array.shape[-1])
 
 
-def split_classes(store: KeyStore, array: jax.Array) -> jax.Array:
+def split_residues(store: KeyLayout, array: jax.Array) -> jax.Array:
     """Returns a store's array by residue classes: [B, heads, classes, kept, size]."""
-    return array.reshape(*array.shape[:2], store.classes, -1, array.shape[-1])
+    return array.reshape(*array.shape[:2], store.num_residues, -1, array.shape[-1])
 
 
-def some_heads(x: jax.Array, heads: Sequence[int], axis: int = 1) -> jax.Array:
+def select_heads(x: jax.Array, heads: Sequence[int], axis: int = 1) -> jax.Array:
     """Returns some heads of an axis; x itself if these are all: an axis that is indexed could not stay sharded."""
     return x if tuple(heads) == tuple(range(x.shape[axis])) else x[(slice(None),) * axis + (np.array(heads),)]
 
 
-def all_heads(outs: Sequence[jax.Array], heads: Sequence[Sequence[int]], axis: int) -> jax.Array:
+def concat_heads(outs: Sequence[jax.Array], heads: Sequence[Sequence[int]], axis: int) -> jax.Array:
     """Returns the outputs of groups of heads in the order of all heads."""
     order = np.argsort([head for group in heads for head in group]).tolist()
-    return some_heads(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=axis), order, axis)
+    return select_heads(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=axis), order, axis)

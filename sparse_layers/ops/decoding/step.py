@@ -6,7 +6,7 @@ import jax
 
 from . import fused, ring_cache, xla
 from .layout import CacheLayout, KVArrays, LogitOptions
-from .ring_cache import some_heads
+from .ring_cache import select_heads
 
 # Query, key and value of a step, [B, S, heads, size].
 Token = tuple[jax.Array, jax.Array, jax.Array]
@@ -39,7 +39,7 @@ def write(layout: CacheLayout, arrays: KVArrays, key: jax.Array, value: jax.Arra
     """Returns the arrays of a cache with the tokens [B, S, K, size] of a step at positions [B, S]."""
     keys, values = (
         tuple(
-            ring_cache.write(store, array, some_heads(new, heads, axis=2), positions)
+            ring_cache.write(store, array, select_heads(new, heads, axis=2), positions)
             for array, (store, heads) in zip(side, layout.stores, strict=True)
         )
         for side, new in zip(arrays, (key, value), strict=True)

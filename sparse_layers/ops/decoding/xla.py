@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ..kernels.numerics import accumulator_dtype
 from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
-from .ring_cache import all_heads, gather_pages, some_heads
+from .ring_cache import concat_heads, gather_pages, select_heads
 
 
 def attend(
@@ -29,7 +29,7 @@ def attend(
         else:
             reads = [_gather_selected(layout, arrays, position, ids, block)]
         outs = [_attend(heads, query, of_heads, *logit_options, sinks) for heads, of_heads in reads]
-        return all_heads(outs, [heads.q_heads for heads, _ in reads], axis=1)
+        return concat_heads(outs, [heads.q_heads for heads, _ in reads], axis=1)
 
     args = (query, positions) if ids is None else (query, positions, ids)
     # Under vmap, rows that all queries of a sequence read are gathered once.
@@ -85,7 +85,7 @@ def _attend(
     heads of each or 1, L].
     """
     dtype = accumulator_dtype(query.dtype)
-    query = some_heads(query, heads.q_heads)
+    query = select_heads(query, heads.q_heads)
     query = query.reshape(len(query), len(heads.kv_heads), -1, query.shape[-1])
     scores, values = [], []
     for k, v, allowed in reads:

@@ -86,7 +86,7 @@ def blocks_of_pass(
         pairs, tiles = run_time_blocks(operands, shape, masks, with_tiles)
     if isinstance(tiles, np.ndarray):  # packed
         tiles = unpack_tiles(tiles, shape[1]) if len(tiles) else None
-    pairs = pairs.limit(operands.segments, operands.order_ids, orders, shape)
+    pairs = pairs.limit_by_ids(operands.segments, operands.order_ids, orders, shape)
     rule = masks[0] if masks and not with_tiles else None
     return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments, operands.order_ids)
 

@@ -32,25 +32,25 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32 (or float64)."""
-    out, lse = _attention(call, operands, _wide(operands, accumulator_dtype(operands.query.dtype)))
+    out, lse = _attention(call, operands, _cast_differentiated(operands, accumulator_dtype(operands.query.dtype)))
     return out.astype(operands.query.dtype), lse
 
 
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     """Returns gradients by name, in the operands' dtypes; see `call` for the arguments."""
-    (out, _), vjp = jax.vjp(functools.partial(_attention, call, operands), _wide(operands, lse.dtype))
+    (out, _), vjp = jax.vjp(functools.partial(_attention, call, operands), _cast_differentiated(operands, lse.dtype))
     dout = dout.astype(lse.dtype)
     (gradients,) = vjp((dout, (out * dout).sum(-1) - delta))
     return Gradients(**{name: x.astype(getattr(operands, name).dtype) for name, x in gradients.items()})
 
 
-def _wide(operands: Operands, dtype: Any) -> dict[str, jax.Array]:
+def _cast_differentiated(operands: Operands, dtype: Any) -> dict[str, jax.Array]:
     """Returns all operands that a backend differentiates, in a dtype."""
     return {name: getattr(operands, name).astype(dtype) for name in differentiated(operands)}
 
 
-def _attention(call: Call, operands: Operands, wide: dict[str, jax.Array]):
-    query, key, value = wide["query"], wide["key"], wide["value"]
+def _attention(call: Call, operands: Operands, cast_operands: dict[str, jax.Array]):
+    query, key, value = cast_operands["query"], cast_operands["key"], cast_operands["value"]
     n, groups = query.shape[2], query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, groups, axis=2), jnp.repeat(value, groups, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * call.scale

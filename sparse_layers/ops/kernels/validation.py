@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arguments.checks import as_float
 from ...arguments.foreign import BOOL_IDS, BOOL_ORDER, one_line, scorer_hint, shown
-from ..planning.selection import Selection, known
+from ..planning.selection import Selection, concrete_value
 
 
 def check_arrays(query: jax.Array, key: jax.Array, value: jax.Array | None = None) -> None:
@@ -178,7 +178,7 @@ def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int
             f"selection: ids must have shape [{', '.join(map(str, rows))}, G, k], one row for each {granularity} of "
             f"T = {t} queries, with G one of {head_counts} (1, key heads or query heads), got {describe_value(ids)}"
         )
-    blocks, numbers = -(-s // block), known(ids)
+    blocks, numbers = -(-s // block), concrete_value(ids)
     if numbers is not None and numbers.size and (last := numbers.max()) >= blocks:
         raise ValueError(
             f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {last}"

@@ -52,11 +52,11 @@ def _with_batched_vmap(function: Callable[..., Any], operands: Operands, *by_que
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     query, value, sinks = operands.query, operands.value, operands.sinks
-    wide = accumulator_dtype(query.dtype)
-    lse = jnp.full(query.shape[:3], -jnp.inf, wide)
+    acc_dtype = accumulator_dtype(query.dtype)
+    lse = jnp.full(query.shape[:3], -jnp.inf, acc_dtype)
     if sinks is not None:
-        lse = jnp.broadcast_to(sinks.astype(wide)[None, None], lse.shape)
-    state = jnp.zeros((*query.shape[:3], value.shape[-1]), wide), lse
+        lse = jnp.broadcast_to(sinks.astype(acc_dtype)[None, None], lse.shape)
+    state = jnp.zeros((*query.shape[:3], value.shape[-1]), acc_dtype), lse
 
     def run(passes, arrays):
         q, k, v, *state = arrays
@@ -135,11 +135,11 @@ def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequ
 def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
     """Returns (out, lse) of one pass by token; tokens without a row in the pass have out 0 and lse -inf."""
     blocks = _Blocks.of(pass_blocks, False, query, key, value)
-    wide, precision = _arithmetic(query)
+    acc_dtype, precision = _arithmetic(query)
 
     def attend_q_block(_, inputs):
         outer, q, span = inputs  # q [B, K, G * bq, H]
-        q = q.astype(wide) * call.scale
+        q = q.astype(acc_dtype) * call.scale
 
         def step(masked, entry, state):
             m_i, l_i, acc = state  # [B, K, G * bq], the same, [B, K, G * bq, Hv]
@@ -166,7 +166,7 @@ def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
 def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, delta, dout):
     """Returns (dq, dk, dv) of one pass by token, in the accumulator's dtype."""
     blocks = _Blocks.of(pass_blocks, True, query, key, value)
-    wide, precision = _arithmetic(query)
+    acc_dtype, precision = _arithmetic(query)
     # A query without keys has p = exp(-inf - lse) = 0 with any finite lse.
     by_query = jnp.where(lse == -jnp.inf, 0, lse), delta, dout
     lse, delta, dout = map(blocks.q_blocks, by_query)
@@ -198,7 +198,7 @@ def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, 
         dk, dv, dq = blocks.loop(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), dq))
         return dq, (dk, dv)
 
-    dq = jnp.zeros_like(blocks.query, wide)
+    dq = jnp.zeros_like(blocks.query, acc_dtype)
     dq, dkv = lax.scan(attend_kv_block, dq, (blocks.outer_blocks, blocks.spans))
     dk, dv = (blocks.by_key_token(x, blocks.layout.lists) for x in dkv)
     return blocks.by_token(dq * call.scale), dk, dv

@@ -179,7 +179,7 @@ class BlockPairs:
             self, q_block=q_block, kv_block=kv_block, state=state, mask_tile=mask_tile, num_blocks=num_blocks
         )
 
-    def limit(
+    def limit_by_ids(
         self,
         segments: tuple[jax.Array, jax.Array] | None,
         order_ids: tuple[jax.Array, jax.Array] | None,
@@ -193,15 +193,19 @@ class BlockPairs:
         if segments is None:
             return self
         q_ids, kv_ids = (IdRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
-        a, b = q_ids.take(self.q_block), kv_ids.take(self.kv_block)
-        meet = (a.min_valid <= b.max_id) & (b.min_valid <= a.max_id)
-        all_meet = (a.min_id == a.max_id) & (b.min_id == b.max_id) & (a.min_id == b.min_id)
+        q_range, kv_range = q_ids.take(self.q_block), kv_ids.take(self.kv_block)
+        meet = (q_range.min_valid <= kv_range.max_id) & (kv_range.min_valid <= q_range.max_id)
+        all_meet = (
+            (q_range.min_id == q_range.max_id)
+            & (kv_range.min_id == kv_range.max_id)
+            & (q_range.min_id == kv_range.min_id)
+        )
         if order_ids is not None:
             least, largest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
             sides = zip(orders, order_ids, shape, (least, largest), strict=True)
             q_ids, kv_ids = (IdRanges.of_blocks(*side) for side in sides)
-            a, b = q_ids.take(self.q_block), kv_ids.take(self.kv_block)
-            meet, all_meet = meet & (b.min_id <= a.max_id), all_meet & (b.max_id <= a.min_id)
+            q_range, kv_range = q_ids.take(self.q_block), kv_ids.take(self.kv_block)
+            meet, all_meet = meet & (kv_range.min_id <= q_range.max_id), all_meet & (kv_range.max_id <= q_range.min_id)
         state = jnp.where((self.state == FULL) & ~all_meet, PARTIAL, self.state)
         state = jnp.where(meet, state, EMPTY)
         return dataclasses.replace(self, state=state)
@@ -227,12 +231,12 @@ class IdRanges:
     def take(self, blocks: Any) -> "IdRanges":
         """Returns the ranges [B, LH, n] of the blocks [LB, LH, n]."""
 
-        def taken(x):
+        def take_blocks(x):
             if blocks.shape[0] == 1:
                 return x[:, jnp.asarray(blocks[0])]
             return jax.vmap(lambda ids, indices: ids[indices])(x, blocks)
 
-        return IdRanges(taken(self.min_valid), taken(self.min_id), taken(self.max_id))
+        return IdRanges(take_blocks(self.min_valid), take_blocks(self.min_id), take_blocks(self.max_id))
 
 
 # --- planned masks ---------------------------------------------------------------------------------------------------

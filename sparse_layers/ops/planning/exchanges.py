@@ -300,10 +300,10 @@ class AllToAll(Exchange):
 
 def broadcast_steps(devices: int) -> list[list[tuple[int, int]]]:
     """Returns the steps of a broadcast from device 0, each a list of (sender, receiver)."""
-    steps, informed = [], 1
-    while informed < devices:
-        steps.append([(i, i + informed) for i in range(min(informed, devices - informed))])
-        informed *= 2
+    steps, num_holders = [], 1
+    while num_holders < devices:
+        steps.append([(i, i + num_holders) for i in range(min(num_holders, devices - num_holders))])
+        num_holders *= 2
     return steps
 
 

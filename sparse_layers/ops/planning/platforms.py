@@ -99,30 +99,30 @@ _ASSUMED: contextvars.ContextVar[Any] = contextvars.ContextVar("assumed GPU", de
 
 
 @contextlib.contextmanager
-def assuming(device: Any) -> Iterator[None]:
+def assume_gpu(device: Any) -> Iterator[None]:
     """Makes `platform` and `gpu` answer as on a machine with this GPU; None changes nothing.
 
     Calls can be planned and traced for it. Nothing can be compiled or launched.
     """
-    token = _ASSUMED.set(assumed() if device is None else device)
+    token = _ASSUMED.set(assumed_gpu() if device is None else device)
     try:
         yield
     finally:
         _ASSUMED.reset(token)
 
 
-def assumed() -> Any:
-    """Returns the GPU that `assuming` names, None outside of it."""
+def assumed_gpu() -> Any:
+    """Returns the GPU that `assume_gpu` names, None outside of it."""
     return _ASSUMED.get()
 
 
 def platform() -> str:
     """Returns the platform that JAX computes on: "cpu", "gpu" or "tpu".
 
-    "gpu" under `assuming`. Else that of the devices of the mesh in force; else that of `jax.default_device`, if it is
+    "gpu" under `assume_gpu`. Else that of the devices of the mesh in force; else that of `jax.default_device`, if it is
     set; else JAX's default.
     """
-    if assumed() is not None:
+    if assumed_gpu() is not None:
         return "gpu"
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -149,9 +149,9 @@ def implementation_order(platform: str) -> tuple[str, ...]:
 
 
 def gpu() -> Any:
-    """Returns the GPU that `assuming` names, else the one at hand, None if JAX finds none."""
-    if assumed() is not None:
-        return assumed()
+    """Returns the GPU that `assume_gpu` names, else the one at hand, None if JAX finds none."""
+    if assumed_gpu() is not None:
+        return assumed_gpu()
     try:
         return jax.local_devices(backend="gpu")[0]
     except RuntimeError:
@@ -164,7 +164,7 @@ def default_implementation(dtype: Any = None, head_size: int | None = None) -> s
     capability = getattr(gpu(), "compute_capability", None) if current == "gpu" else None
     for name in implementation_order(current):
         tuning = TUNING[name]
-        fits = tuning.capability in (None, capability) and (assumed() or tuning.min_jax <= jax.__version_info__)
+        fits = tuning.capability in (None, capability) and (assumed_gpu() or tuning.min_jax <= jax.__version_info__)
         fits = fits and (not itemsize or tuning.itemsize in (None, itemsize))
         if fits and (not head_size or tuning.head_sizes is None or head_size in tuning.head_sizes):
             return name

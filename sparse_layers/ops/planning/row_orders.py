@@ -97,8 +97,8 @@ class RowOrder:
     @classmethod
     def residue_major(cls, length: int, stride: int) -> "RowOrder":
         """Returns tokens sorted by ``token % stride``, then by position: tiles are columns of a grid."""
-        classes = -(-length // stride)
-        return cls(length, (classes, stride), (classes, 1))
+        tokens_per_residue = -(-length // stride)
+        return cls(length, (tokens_per_residue, stride), (tokens_per_residue, 1))
 
     @classmethod
     def periodic(cls, length: int, period: int, start: int, stop: int) -> "RowOrder":
@@ -169,17 +169,17 @@ class RowOrder:
         """Returns the token of each row, a value >= length for rows without one, by operators on integer arrays."""
         if self.natural:
             return row
-        token, beyond = self.offset, row >= self.rows
+        token, is_padding = self.offset, row >= self.rows
         for axis in self.axes:
             position = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
             token = token + (position - axis.phase) * axis.stride
             if axis.checked:
-                beyond = beyond | (position >= axis.phase + axis.kept)
+                is_padding = is_padding | (position >= axis.phase + axis.kept)
             if axis.phase:
-                beyond = beyond | (position < axis.phase)
+                is_padding = is_padding | (position < axis.phase)
         # Such rows would start over at the first tokens, or lie before these.
-        beyond = beyond.astype(row.dtype) if hasattr(beyond, "astype") else beyond
-        return token + beyond * (self.length - token)
+        is_padding = is_padding.astype(row.dtype) if hasattr(is_padding, "astype") else is_padding
+        return token + is_padding * (self.length - token)
 
     def row(self, token: jax.Array) -> jax.Array:
         """Returns the row of each token, `rows` for tokens without one."""
@@ -233,7 +233,7 @@ class RowOrder:
         """Returns (exists, first, last) of rows first .. last by tiles: the end of one, whole ones, a start of one."""
         if self.natural:
             return [(np.bool_(True), first, last)]
-        return [piece_range for piece_range in split_range(first, last, math.prod(self.tile)) if piece_range[0].any()]
+        return [tile_range for tile_range in split_range(first, last, math.prod(self.tile)) if tile_range[0].any()]
 
     def gather(self, x: jax.Array, padded: int, fill: float = 0.0) -> jax.Array:
         """Returns [B, padded, ...] in row order from [B, length, ...] in token order, ``fill`` in padding rows."""

@@ -69,7 +69,7 @@ class Selection:
                 "ids must be integers of shape [..., ceil(T / granularity), G, k], "
                 f"got {ids.dtype} of shape {ids.shape}"
             )
-        seen = known(ids)
+        seen = concrete_value(ids)
         if seen is not None and seen.size and not -1 <= int(seen.min()) <= int(seen.max()) < 2**31:
             raise ValueError(f"ids must be numbers of blocks, or -1 for none, got {seen.min()} to {seen.max()}")
         if seen is None and not np.can_cast(ids.dtype, np.int32):
@@ -88,7 +88,7 @@ class Selection:
         raise AttributeError(f"a Selection is immutable: {name} cannot be deleted")
 
     def __reduce__(self):
-        return _restored, (self.ids, self.block, self.granularity)
+        return _build_unchecked, (self.ids, self.block, self.granularity)
 
     def __repr__(self):
         ids = f"{self.ids.dtype}{list(self.ids.shape)}" if hasattr(self.ids, "shape") else repr(self.ids)
@@ -99,17 +99,17 @@ class Selection:
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        return _restored(*leaves, *static)  # leaves may be axes to map over, shardings or cotangents
+        return _build_unchecked(*leaves, *static)  # leaves may be axes to map over, shardings or cotangents
 
 
-def _restored(ids: Any, block: int, granularity: int) -> Selection:
+def _build_unchecked(ids: Any, block: int, granularity: int) -> Selection:
     """Returns a selection without checks, for ids that were checked before or are no arrays."""
     selection = object.__new__(Selection)
     selection._set(ids, block, granularity)
     return selection
 
 
-def known(x: Any) -> np.ndarray | None:
+def concrete_value(x: Any) -> np.ndarray | None:
     """Returns the values of an array, or None if they are not here: inside jit, or with shards on other hosts."""
     if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
@@ -214,19 +214,21 @@ def top_k_blocks(
     if not isinstance(forced, Mask):
         raise TypeError(f"forced must be a mask in units of blocks, got {type(forced).__name__}: {forced!r}")
     rows, _, blocks = scores.shape[-3:]
-    allowed, must = _allowed_and_forced(rows, blocks, block, granularity, causal, forced, start)
-    if isinstance(must, np.ndarray) and must.size and must.sum(1).max() > k:
-        raise ValueError(f"k must be at least the number of forced blocks, here up to {must.sum(1).max()}, got {k}")
+    allowed, is_forced = _allowed_and_forced(rows, blocks, block, granularity, causal, forced, start)
+    if isinstance(is_forced, np.ndarray) and is_forced.size and is_forced.sum(1).max() > k:
+        raise ValueError(
+            f"k must be at least the number of forced blocks, here up to {is_forced.sum(1).max()}, got {k}"
+        )
     # Bools [..., rows, 1, blocks], with as many axes as the scores.
-    allowed, must = (jnp.expand_dims(x, (*range(scores.ndim - 3), -2)) for x in (allowed, must))
+    allowed, is_forced = (jnp.expand_dims(x, (*range(scores.ndim - 3), -2)) for x in (allowed, is_forced))
     # A forced block comes before one with a score of infinity.
     rank = jnp.minimum(jax.lax.stop_gradient(scores), jnp.finfo(scores.dtype).max)
     rank = jnp.where(rank == 0, 0, rank)  # -0 equals 0, but top_k takes it for less
-    rank = jnp.where(must, jnp.inf, jnp.where(allowed & (rank > -jnp.inf), rank, -jnp.inf))
-    best, ids = jax.lax.top_k(rank, min(k, blocks))
+    rank = jnp.where(is_forced, jnp.inf, jnp.where(allowed & (rank > -jnp.inf), rank, -jnp.inf))
+    top_scores, ids = jax.lax.top_k(rank, min(k, blocks))
     ends = [(0, 0)] * (scores.ndim - 1) + [(0, k - ids.shape[-1])]
-    ids = jnp.pad(jnp.where(best > -jnp.inf, ids, -1).astype(jnp.int32), ends, constant_values=-1)
-    selection = _restored(ids, block, granularity)
+    ids = jnp.pad(jnp.where(top_scores > -jnp.inf, ids, -1).astype(jnp.int32), ends, constant_values=-1)
+    selection = _build_unchecked(ids, block, granularity)
     if not return_scores:
         return selection
     selected_scores = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)

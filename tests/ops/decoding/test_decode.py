@@ -157,7 +157,7 @@ def test_steps_of_several_tokens_and_rollback(name):
 def test_tokens_are_taken_back_where_a_reach_is_known_roughly(monkeypatch):
     monkeypatch.setattr(cache_parts, "_REACH_ELEMENTS", 0)
     mask = sl.Causal() & sl.Window(21) & ~sl.Window(18)
-    assert plan_cache_parts(mask, T, 5)[0].store.kept == 48 + 4
+    assert plan_cache_parts(mask, T, 5)[0].store.rows_per_residue == 48 + 4
     np.testing.assert_allclose(*by_several(mask, arrays(), 5), atol=2e-6)
 
 

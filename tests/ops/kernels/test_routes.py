@@ -11,7 +11,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.planning.platforms import assuming, platform
+from sparse_layers.ops.planning.platforms import assume_gpu, platform
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -62,7 +62,7 @@ class Call:
         blocks = shaped((2, t // max(1, self.selected_by), k, 8), "int32")
         mask = self.mask if isinstance(self.mask, jax.ShapeDtypeStruct) else None
         device, patched = hardware.device_named(self.device), mock.patch.object(attention, "jitted_attend", attend)
-        with jax.enable_x64(self.dtype == "float64"), assuming(device), patched:
+        with jax.enable_x64(self.dtype == "float64"), assume_gpu(device), patched:
             arrays = [shaped((2, t, heads, self.size), self.dtype) for heads in (n, k, k)]
             jax.eval_shape(op, *arrays, shaped((2, t), "int32"), blocks, mask)
         ((name, forward, backward),) = found
@@ -379,7 +379,7 @@ def test_the_table_meets_every_kernel_of_attention():
 
 def test_nothing_is_left_of_a_gpu_that_was_assumed():
     here = hardware.local_device()
-    with pytest.raises(ZeroDivisionError), assuming(hardware.DEVICES["h100"]), bridge.record_launches() as launches:
+    with pytest.raises(ZeroDivisionError), assume_gpu(hardware.DEVICES["h100"]), bridge.record_launches() as launches:
         assert platform() == "gpu" and hardware.local_device() == hardware.DEVICES["h100"] and launches == []
         raise ZeroDivisionError
     assert hardware.local_device() == here

@@ -193,7 +193,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
 
     @jax.jit
     def both(*ids):
-        found = candidates.limit(ids, None, orders, shape)
+        found = candidates.limit_by_ids(ids, None, orders, shape)
         return found.lists(False), found.lists(True)
 
     for transposed, found in enumerate(both(q_ids, kv_ids)):
@@ -206,7 +206,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         counts = np.asarray(found.counts)[:, 0].sum(1)
         assert counts[0].tolist() == [8, 8] and counts[2].tolist() == [0, 0]
         assert 0 < counts[1, 0] < counts[1, 1] < 48
-    assert candidates.limit(None, None, orders, shape) is candidates
+    assert candidates.limit_by_ids(None, None, orders, shape) is candidates
 
 
 def test_order_drops_what_no_query_sees_and_frees_what_all_see():
@@ -217,7 +217,7 @@ def test_order_drops_what_no_query_sees_and_frees_what_all_see():
     kv_ids = np.stack([np.arange(s), rng.integers(-9, 9, s), np.full(s, most), np.full(s, most)]).astype(np.int32)
     candidates, _ = lists.planned_block_pairs(natural([sl.Full()], t, s), shape, True)
     segments = np.zeros((4, t), np.int32), np.zeros((4, s), np.int32)
-    states = jax.jit(lambda *ids: candidates.limit(segments, ids, orders, shape).state)(q_ids, kv_ids)
+    states = jax.jit(lambda *ids: candidates.limit_by_ids(segments, ids, orders, shape).state)(q_ids, kv_ids)
     seen = np.pad(kv_ids[:, None, :] <= q_ids[:, :, None], [(0, 0), (0, 0), (0, -s % 16)]).reshape(4, 6, 16, 8, 16)
     real = np.pad(np.ones((t, s), bool), [(0, 0), (0, -s % 16)]).reshape(6, 16, 8, 16)
     some, every = seen.any((2, 4)), (seen | ~real).all((2, 4)) & real.all((1, 3))

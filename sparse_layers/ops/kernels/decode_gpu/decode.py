@@ -34,7 +34,7 @@ class CacheRead:
     values: jax.Array
     heads: tuple[int, ...]  # heads of the arrays that are read; entry i is that of the i-th group of query heads
     rows: jax.Array  # int32 [B * S, 1 or heads, L], list of rows of a head that a query sees, -1 for none
-    classes: int = 0  # entry i of a list is not seen before position i * classes; 0 if that is unknown
+    stride: int = 0  # entry i of a list is not seen before position i * classes; 0 if that is unknown
 
 
 class LogitScaling(NamedTuple):
@@ -137,7 +137,7 @@ def _launch_step(
     rows = jnp.concatenate([*header, *(x.rows for x in reads)], axis=-1)
     list_starts = np.cumsum([sum(x.shape[-1] for x in header), *(x.rows.shape[-1] for x in reads)]).tolist()
     cache_arrays = tuple(
-        CacheArray(x.keys.shape[1], x.keys.shape[2], start, x.rows.shape[-1], x.classes)
+        CacheArray(x.keys.shape[1], x.keys.shape[2], start, x.rows.shape[-1], x.stride)
         for x, start in zip(reads, list_starts, strict=False)
     )
     padded, itemsize = (padded_size(size), padded_size(value_size)), reads[0].keys.dtype.itemsize

@@ -42,7 +42,7 @@ class CacheArray(NamedTuple):
     ROWS: int  # of a head
     FIRST: int  # where the list begins
     COUNT: int  # rows in the list
-    CLASSES: int  # row i of the list is not seen before position i * CLASSES; 0 if that is unknown
+    STRIDE: int  # row i of the list is not seen before position i * CLASSES; 0 if that is unknown
 
 
 class DecodeConstants(NamedTuple):
@@ -167,8 +167,8 @@ def _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head,
             writes = (new_row >= 0) & (split == 0)
             tl.store(k + new_row * C.H + column[None, :], new.k, mask=(column < C.H)[None, :] & writes)
             tl.store(v + new_row * C.HV + column_v[None, :], new.v, mask=(column_v < C.HV)[None, :] & writes)
-        if C.ARRAYS[i].CLASSES > 0:
-            length = tl.minimum(length, position // C.ARRAYS[i].CLASSES + 1)
+        if C.ARRAYS[i].STRIDE > 0:
+            length = tl.minimum(length, position // C.ARRAYS[i].STRIDE + 1)
         # Triton knows no stars.
         ks, vs = ks + (k,), vs + (v,)  # noqa: RUF005
         first_steps, lengths = first_steps + (steps,), lengths + (length,)  # noqa: RUF005

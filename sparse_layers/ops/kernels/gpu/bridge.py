@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...planning.platforms import assumed
+from ...planning.platforms import assumed_gpu
 from . import hardware
 
 # Arrays begin at multiples of this number of bytes.
@@ -109,7 +109,7 @@ _CONDITION: contextvars.ContextVar[str | None] = contextvars.ContextVar("conditi
 def record_launches() -> Iterator[list[RecordedLaunch]]:
     """Appends launches to the list that it yields, in place of making them. Calls of kernels return zeros.
 
-    Nothing is compiled, and no GPU is needed; see `platforms.assuming`.
+    Nothing is compiled, and no GPU is needed; see `platforms.assume_gpu`.
     """
     launches: list[RecordedLaunch] = []
     token = _RECORD.set(launches)
@@ -146,9 +146,9 @@ def check_triton() -> None:
 def gluon_unsupported() -> str | None:
     """Returns why Gluon kernels cannot be launched with what is installed, None if they can.
 
-    They are taken to launch on a GPU that `platforms.assuming` names.
+    They are taken to launch on a GPU that `platforms.assume_gpu` names.
     """
-    if assumed() is not None:
+    if assumed_gpu() is not None:
         return None
     try:
         from jaxlib import gpu_triton

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from ....arguments.checks import suggest
-from ...planning.platforms import assumed, gpu, platform
+from ...planning.platforms import assumed_gpu, gpu, platform
 from . import assembler
 
 # The second axis of a launch grid counts up to this number.
@@ -80,8 +80,8 @@ def padded_size(size: int) -> int:
 
 def local_device() -> Device | str:
     """Returns the NVIDIA GPU that JAX computes on, or the reason why kernels cannot run there."""
-    if assumed() is not None:
-        return assumed()
+    if assumed_gpu() is not None:
+        return assumed_gpu()
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
     device = gpu()

@@ -135,11 +135,11 @@ def build_pass_lists(
         return _static_lists(passes, outer, inner, transposed)
     else:
         pairs, mask_bits, starts = _divided_pairs(passes, outer, inner, transposed, subblocks)
-    pairs = pairs.limit(operands.segments, operands.order_ids, (q.order, kv.order), (q.block, kv.block))
+    pairs = pairs.limit_by_ids(operands.segments, operands.order_ids, (q.order, kv.order), (q.block, kv.block))
     granularity = (
         0 if operands.selection is None or pairs.active_query_groups is None else operands.selection.granularity
     )
-    pairs = mask_overhang(pairs, inner)
+    pairs = mark_overhang_partial(pairs, inner)
     lists = pairs.lists(transposed) if starts is None else _compact_lists(pairs, starts, transposed)
     return PassLists(lists, mask_bits, pairs.longest(transposed), granularity)
 
@@ -188,28 +188,30 @@ def _compact_lists(pairs: BlockPairs, starts: np.ndarray, transposed: bool) -> B
     outputs[3] = outputs[3] if active_query_groups is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
     sizes = CompactSizes(n, heads, blocks, len(inner), len(tile), CHUNK, active_query_groups is not None, FULL)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
-    spans, block, tile, selected_by = bridge.call_triton(
+    spans, block, tile, active_query_groups = bridge.call_triton(
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
-    selected_by = None if active_query_groups is None else selected_by
-    return BlockLists(spans, block, tile, selected_by, pairs.num_blocks[not transposed], pairs.heads_per_list)
+    active_query_groups = None if active_query_groups is None else active_query_groups
+    return BlockLists(spans, block, tile, active_query_groups, pairs.num_blocks[not transposed], pairs.heads_per_list)
 
 
 @bounded_cache()
 def _static_lists(passes: tuple[Pass, ...], outer: RowTiling, inner: RowTiling, transposed: bool) -> PassLists:
+    """Builds the lists of planned masks as numpy arrays, at trace time; cached."""
     shape = (inner.block, outer.block) if transposed else (outer.block, inner.block)
-    lists = mask_overhang(_sorted_pairs(passes, shape, transposed), inner).lists(transposed)
+    lists = mark_overhang_partial(_sorted_pairs(passes, shape, transposed), inner).lists(transposed)
     longest = int(lists.counts[..., 1].max(initial=0))
     return PassLists(lists, _static_bits(passes, outer, inner, transposed), longest)
 
 
 @bounded_cache()
 def _static_bits(passes: tuple[Pass, ...], outer: RowTiling, inner: RowTiling, transposed: bool) -> np.ndarray:
+    """Packs the mask tiles of planned masks as numpy arrays, at trace time; cached."""
     shape = (inner.block, outer.block) if transposed else (outer.block, inner.block)
     return pack_mask_bits(planned_block_pairs([one.mask for one in passes], shape, True)[1], outer, inner, transposed)
 
 
-def mask_overhang(pairs: BlockPairs, inner: RowTiling) -> BlockPairs:
+def mark_overhang_partial(pairs: BlockPairs, inner: RowTiling) -> BlockPairs:
     """Returns the pairs, full ones as partial ones if tiles of the inner side reach beyond their block."""
     if inner.tiles_fill_block:
         return pairs
@@ -224,8 +226,8 @@ def pack_mask_bits(tiles: Any, outer: RowTiling, inner: RowTiling, transposed: b
     words = inner.tiles_per_block * inner.tile if inner.pack == 1 else 32
     padding = [(0, rows - outer.block), (0, words - inner.block)]
     if isinstance(tiles, np.ndarray):
-        everything = np.ones((1, outer.block, inner.block), bool)
-        columns, chunks = (outer if transposed else inner).block, [everything]
+        full_tile = np.ones((1, outer.block, inner.block), bool)
+        columns, chunks = (outer if transposed else inner).block, [full_tile]
         for start in range(0, len(tiles), 256):
             chunk = unpack_tiles(tiles[start : start + 256], columns)
             chunks.append(chunk.swapaxes(1, 2) if transposed else chunk)

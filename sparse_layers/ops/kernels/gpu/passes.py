@@ -17,7 +17,7 @@ from ...planning.selection import Selection
 from ..call import Call
 from ..operands import Operands, stacked_ids
 from ..pass_blocks import row_orders
-from .lists import PassLists, RowTiling, mask_overhang, pack_mask_bits
+from .lists import PassLists, RowTiling, mark_overhang_partial, pack_mask_bits
 
 
 class PassResults(NamedTuple):
@@ -145,10 +145,10 @@ class GroupPass:
     def count_steps(
         self, walked_lists: Sequence[tuple[RowTiling, PassLists]], *, transposed: bool, pack: int
     ) -> tuple[Any, Any]:
-        """Counts the steps of work tiles [LB, work tiles], and those before each query head [LB, heads, blocks].
+        """Counts the steps of each work tile [LB, work tiles], and those of earlier heads of it [LB, heads, blocks].
 
-        Both are numpy arrays if the lists are static. The second is None unless ``transposed``: other work tiles have
-        one query head.
+        LB is 1 or the batch, as in `BlockLists`. Both are numpy arrays if the lists are static. The second is None
+        unless ``transposed``, where a work tile has all query heads of a key head.
         """
         heads, members = self.heads_by_list(transposed=transposed, pack=pack)
         steps: Any = 0
@@ -237,7 +237,7 @@ class SelectedRows(GroupPass):
         """Builds the list of each key block: the rows that selected it."""
         assert self.table is not None
         rows = jax.lax.broadcasted_iota(jnp.int32, self._pairs.state.shape, 2)
-        pairs = mask_overhang(self._pairs, kv)
+        pairs = mark_overhang_partial(self._pairs, kv)
         pairs = dataclasses.replace(pairs, q_block=rows, num_blocks=(self.q_order.rows, pairs.num_blocks[1]))
         return PassLists(pairs.lists(True), pack_mask_bits(self.table[1], q, kv, False), self.q_order.length)
 
@@ -248,7 +248,7 @@ class SelectedRows(GroupPass):
         table, heads, first_query = self.table[0], operands.query.shape[2], self.first_query
         pairs = selected_block_pairs(ids, granularity, (1, block), table, heads, first_query, self.sort_ids)
         orders = RowOrder(operands.query.shape[1]), self.kv_order
-        return pairs.limit(operands.segments, operands.order_ids, orders, (1, block))
+        return pairs.limit_by_ids(operands.segments, operands.order_ids, orders, (1, block))
 
 
 def varying_like(query: jax.Array, x: jax.Array) -> jax.Array:

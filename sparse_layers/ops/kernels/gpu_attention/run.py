@@ -49,7 +49,7 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
     run_q_outer = functools.partial(_run_forward, call_route)
     if call_route.kv_outer_forward is None:
         return run_q_outer(operands)
-    return _if_neighbours_disagree(call, functools.partial(kv_outer.forward, call), run_q_outer, operands)
+    return _run_if_selections_disagree(call, functools.partial(kv_outer.forward, call), run_q_outer, operands)
 
 
 def _backward(
@@ -65,10 +65,10 @@ def _backward(
     run_kv_outer = functools.partial(kv_outer.backward, kv_outer_launch.engine, call)
     if kv_outer_launch.always:
         return run_kv_outer(*args)
-    return _if_neighbours_disagree(call, run_kv_outer, run_q_outer, *args)
+    return _run_if_selections_disagree(call, run_kv_outer, run_q_outer, *args)
 
 
-def _if_neighbours_disagree(
+def _run_if_selections_disagree(
     call: Call, run_kv_outer: Callable[..., Any], run_q_outer: Callable[..., Any], operands: Operands, *args: jax.Array
 ) -> Any:
     """Calls one of two functions of the operands and other arrays, by a predicate at run time."""

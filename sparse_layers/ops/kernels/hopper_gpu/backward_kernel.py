@@ -141,7 +141,7 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
 
 
 @gluon.jit
-def _entries(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
+def _load_entry_range(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
     """Entries of a work tile in the list of a query head: (first entry, first partial one, end)."""
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     first, first_partial, end = load_span(spans, work_tile.batch, head, work_tile.kv_block, L)
@@ -198,16 +198,16 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
     batch, row = work_tile.batch, work_tile.kv_block * KV.BLOCK
     expect_tile(descs.k, batch, row, work_tile.kv_head, ready.kv.index(0), buffers.k.index(0), KV, A.D)
     expect_tile(descs.v, batch, row, work_tile.kv_head, ready.kv.index(1), buffers.v.index(0), KV, A.D)
-    step = 0
+    pipeline_step = 0
     for pass_head in range(work_tile.first_head, work_tile.end_head):
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
-        first, _, end = _entries(lists.spans, work_tile, pass_head, A, L)
+        first, _, end = _load_entry_range(lists.spans, work_tile, pass_head, A, L)
         scalars_row = batch * A.PASS_HEADS + pass_head
-        for i in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
-            q_block = gl.load(lists.entries + i // STEPS_PER_BLOCK)
-            row = q_block * Q.BLOCK + i % STEPS_PER_BLOCK * M
-            stage = step % F.STAGES
-            mbarrier.wait(free.q_dout.index(stage), (step // F.STAGES & 1) ^ 1)
+        for step in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
+            q_block = gl.load(lists.entries + step // STEPS_PER_BLOCK)
+            row = q_block * Q.BLOCK + step % STEPS_PER_BLOCK * M
+            stage = pipeline_step % F.STAGES
+            mbarrier.wait(free.q_dout.index(stage), (pipeline_step // F.STAGES & 1) ^ 1)
             mbarrier.expect(ready.q.index(stage), descs.q.block_type.nbytes + descs.lse.block_type.nbytes)
             coordinates = tile_coordinates(batch, row, head, 0, Q, A.D)
             load_tile(descs.q, coordinates, ready.q.index(stage), buffers.q.index(stage))
@@ -215,15 +215,15 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
             mbarrier.expect(ready.dout.index(stage), descs.dout.block_type.nbytes + descs.delta.block_type.nbytes)
             load_tile(descs.dout, coordinates, ready.dout.index(stage), buffers.dout.index(stage))
             load_tile(descs.delta, [scalars_row, row], ready.dout.index(stage), buffers.delta.index(stage))
-            step += 1
+            pipeline_step += 1
 
 
 @gluon.jit
-def _apply_mask(scores, words, entry, q_tile_in_block, lists, A: gl.constexpr, L: gl.constexpr,
+def _apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A: gl.constexpr, L: gl.constexpr,
                 F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Sets scores [64, M] of a partial entry to -inf where mask words or the selection exclude the pair."""
     M: gl.constexpr = F.M
-    scores = apply_mask_bits(scores, words, M, LAYOUT, A)
+    scores = apply_mask_bits(scores, mask_words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
     if L.GRANULARITY > 0:
         is_selected = (gl.load(lists.active_query_groups + entry) >> (column // L.GRANULARITY)) & 1
@@ -252,11 +252,14 @@ def compute_ds(scores, p, dp, delta, A: gl.constexpr):
 
 
 @gluon.jit
-def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffers, ready, free, lists, batch,
+def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, descs, buffers, ready, free, lists, batch,
                     pass_head, kv_ids, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
                     F: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
                     DKV_LAYOUT: gl.constexpr):  # fmt: skip
-    """Adds entries first .. end - 1 of a list to dk and dv [64, D] and to dq; returns the next step, dk and dv."""
+    """Adds the products of entries first .. end - 1 of a list to dk, dv [64, D] in registers and dq in memory.
+
+    Returns the number of the next pipeline step, dk and dv.
+    """
     M: gl.constexpr = F.M
     D: gl.constexpr = A.D
     STEPS_PER_BLOCK: gl.constexpr = Q.BLOCK // M
@@ -266,51 +269,54 @@ def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffer
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // 2, 16])
     LHS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DKV_LAYOUT, 2)
     dtype: gl.constexpr = descs.q.dtype
-    for i in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
-        entry = i // STEPS_PER_BLOCK
-        q_tile_in_block = i % STEPS_PER_BLOCK
+    for step in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
+        entry = step // STEPS_PER_BLOCK
+        q_tile_in_block = step % STEPS_PER_BLOCK
         q_block = gl.load(lists.entries + entry)
-        stage = step % F.STAGES
-        zero = step >> 30  # 0, computed: the compiler would keep, and spill, addresses that follow from a constant
+        stage = pipeline_step % F.STAGES
+        zero = (
+            pipeline_step >> 30
+        )  # 0, computed: the compiler would keep, and spill, addresses that follow from a constant
         k_tile = as_matrix(buffers.k.index(zero), KV.BLOCK, D)  # [N, D]
         v_tile = as_matrix(buffers.v.index(zero), KV.BLOCK, D)  # [N, D]
         q_tile = as_matrix(buffers.q.index(stage), M, D)  # [M, D]
         dout_tile = as_matrix(buffers.dout.index(stage), M, D)  # [M, D]
-        words = 0
+        mask_words = 0
         if MASKED:  # loaded first, as this takes long
             mask_row = (gl.load(lists.mask_tiles + entry) + 1) * KV.BLOCK + FIRST_KEY
             mask_tile = lists.mask_bits + mask_row * WORDS + q_tile_in_block * (M // 32)
-            words = load_mask_words(mask_tile, M, S_LAYOUT, WORDS)
+            mask_words = load_mask_words(mask_tile, M, S_LAYOUT, WORDS)
             if A.NUM_IDS > 0:
                 row = q_block * Q.BLOCK + q_tile_in_block * M
-                words = apply_ids(words, kv_ids, lists.q_ids, batch, row, Q, A, False)
-        mbarrier.wait(ready.q.index(stage), step // F.STAGES & 1)
+                mask_words = apply_ids(mask_words, kv_ids, lists.q_ids, batch, row, Q, A, False)
+        mbarrier.wait(ready.q.index(stage), pipeline_step // F.STAGES & 1)
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
         scores = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
         if scale_log2(A.SCALE, A.CAP) != 1.0:
             scores, _ = gl.broadcast(neg_lse, scores)
         scores = warpgroup_mma(k_tile.slice(FIRST_KEY, GROUP_ROWS, 0), q_tile.permute((1, 0)), scores, is_async=True)
-        mbarrier.wait(ready.dout.index(stage), step // F.STAGES & 1)
+        mbarrier.wait(ready.dout.index(stage), pipeline_step // F.STAGES & 1)
         dp = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
         dp = warpgroup_mma(v_tile.slice(FIRST_KEY, GROUP_ROWS, 0), dout_tile.permute((1, 0)), dp, use_acc=False,
                            is_async=True)  # fmt: skip
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, words, entry, q_tile_in_block, lists, A, L, F, S_LAYOUT)
+            scores = _apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A, L, F, S_LAYOUT)
         p = recompute_p(scores, neg_lse, A)  # [64, M]
-        # It is over, but a branch: ptxas would move the next wait before the exponentials.
-        mbarrier.wait(ready.dout.index(stage), step // F.STAGES & 1)
+        # This phase is already complete. The wait is a branch: without it, ptxas moves the wait for dp before the
+        # exponentials.
+        mbarrier.wait(ready.dout.index(stage), pipeline_step // F.STAGES & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         delta = buffers.delta.index(stage).load(S_LAYOUT)  # [1, M]
         ds = compute_ds(scores, p, dp, delta, A).to(dtype)  # [64, M]
-        same_step = prevent_hoisting(step)
-        stage = same_step % F.STAGES
+        same_pipeline_step = prevent_hoisting(pipeline_step)
+        stage = same_pipeline_step % F.STAGES
         q_tile = as_matrix(buffers.q.index(stage), M, D)
         dout_tile = as_matrix(buffers.dout.index(stage), M, D)
-        k_tile = as_matrix(buffers.k.index(same_step >> 30), KV.BLOCK, D)
+        k_tile = as_matrix(buffers.k.index(same_pipeline_step >> 30), KV.BLOCK, D)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LHS_LAYOUT), dout_tile, dv, is_async=True)
-        ds_tile = buffers.ds.index(same_step % 2)  # [N, M], of both groups
+        ds_tile = buffers.ds.index(same_pipeline_step % 2)  # [N, M], of both groups
         ds_tile.slice(FIRST_KEY, GROUP_ROWS, 0).store(ds)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds, LHS_LAYOUT), q_tile, dk, is_async=True)
@@ -327,8 +333,8 @@ def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffer
         fence_async_shared()
         row = q_block * Q.BLOCK + q_tile_in_block * M
         add_tile(descs.dq, tile_coordinates(batch, row, pass_head, GROUP * HALF_D, Q, D), dq_tile)
-        step += 1
-    return step, dk, dv
+        pipeline_step += 1
+    return pipeline_step, dk, dv
 
 
 @gluon.jit
@@ -362,18 +368,18 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     kv_ids = load_ids(lists.kv_ids, batch, key_rows, KV, A)  # [64] each
     dk = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
     dv = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
-    step = 0
+    pipeline_step = 0
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
     for pass_head in range(work_tile.first_head, work_tile.end_head):
-        first, first_partial, end = _entries(lists.spans, work_tile, pass_head, A, L)
-        step, dk, dv = _backward_steps(first, first_partial, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
-                                       batch, pass_head, kv_ids, A, Q, KV, L, F, False, S_LAYOUT,
-                                       DKV_LAYOUT)  # fmt: skip
-        _, first_partial, end = _entries(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
-        step, dk, dv = _backward_steps(first_partial, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
-                                       batch, pass_head, kv_ids, A, Q, KV, L, F, True, S_LAYOUT,
-                                       DKV_LAYOUT)  # fmt: skip
+        first, first_partial, end = _load_entry_range(lists.spans, work_tile, pass_head, A, L)
+        pipeline_step, dk, dv = _backward_steps(first, first_partial, pipeline_step, dk, dv, GROUP, descs, buffers,
+                                                ready, free, lists, batch, pass_head, kv_ids, A, Q, KV, L, F, False,
+                                                S_LAYOUT, DKV_LAYOUT)  # fmt: skip
+        _, first_partial, end = _load_entry_range(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
+        pipeline_step, dk, dv = _backward_steps(first_partial, end, pipeline_step, dk, dv, GROUP, descs, buffers,
+                                                ready, free, lists, batch, pass_head, kv_ids, A, Q, KV, L, F, True,
+                                                S_LAYOUT, DKV_LAYOUT)  # fmt: skip
     _store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
     _store_gradient(dv, descs.dv, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
     tma.store_wait(0)
@@ -381,7 +387,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
 
 @gluon.jit
 def hopper_backward_kernel(
-    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has M = M rows and D columns
+    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has M rows and D columns
     dout,  # [B, *axes of Q, HEADS, HV], likewise
     k,  # [B, *axes of KV, KV_HEADS, H], a box has N = KV.BLOCK rows
     v,  # [B, *axes of KV, KV_HEADS, HV]

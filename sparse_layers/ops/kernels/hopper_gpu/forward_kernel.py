@@ -152,7 +152,7 @@ def _next_work_tile(queue, iteration, lists, rows, row_in_tile, A: gl.constexpr,
         _read_queue(queue, iteration, FIRST_PARTIAL),
         _read_queue(queue, iteration, END),
     )
-    words = _load_mask_words(lists, _read_queue(queue, iteration, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
+    mask_words = _load_mask_words(lists, _read_queue(queue, iteration, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
     mbarrier.arrive(queue.free.index(iteration % 2), count=1)
     m_i = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     batch, pass_head, q_block = unravel_work_tile(gl.maximum(work_tile, 0), A.PASS_HEADS, L)
@@ -162,7 +162,7 @@ def _next_work_tile(queue, iteration, lists, rows, row_in_tile, A: gl.constexpr,
     if F.HAS_EARLIER:
         row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
         m_i = gl.load(rows.earlier_lse + (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row) * LOG2_E
-    return work_tile, span, words, m_i
+    return work_tile, span, mask_words, m_i
 
 
 # --- the producer ----------------------------------------------------------------------------------------------------
@@ -240,18 +240,18 @@ def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constex
 
 
 @gluon.jit
-def _apply_mask(scores, words, row_in_tile, step, batch, q_ids, lists, A: gl.constexpr, Q: gl.constexpr,
+def _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Sets scores [64, N] of a partial step to -inf where the mask, selection or ids exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
         selected_by = gl.load(lists.active_query_groups + step // STEPS_PER_BLOCK)
-        row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
-        words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
+        row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, mask_words.type.layout)) + row_in_tile
+        mask_words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, mask_words, 0)
     if A.NUM_IDS > 0:
         k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
-        words = apply_ids(words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
-    return apply_mask_bits(scores, words, F.N, LAYOUT, A)
+        mask_words = apply_ids(mask_words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
+    return apply_mask_bits(scores, mask_words, F.N, LAYOUT, A)
 
 
 @gluon.jit
@@ -286,10 +286,10 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     for step in range(first, end):
         stage = pipeline_step % F.KV_STAGES
-        words = 0
+        mask_words = 0
         if MASKED:  # loaded first, for this takes long
             mask_tile = gl.load(lists.mask_tiles + step // STEPS_PER_BLOCK)
-            words = _load_mask_words(lists, mask_tile, step % STEPS_PER_BLOCK, row_in_tile, Q, KV, F, S_LAYOUT)
+            mask_words = _load_mask_words(lists, mask_tile, step % STEPS_PER_BLOCK, row_in_tile, Q, KV, F, S_LAYOUT)
         mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
         k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
         scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
@@ -300,7 +300,7 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         mbarrier.arrive(free.k.index(stage), count=1)
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, words, row_in_tile, step, batch, q_ids, lists, A, Q, KV, L, F, S_LAYOUT)
+            scores = _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A, Q, KV, L, F, S_LAYOUT)
         new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), MASKED, O_ROWS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.v.index(stage), count=1)
@@ -327,7 +327,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     pipeline_step = 0
     iteration = 0
     next_work_tile = _next_work_tile(queue, iteration, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
-    work_tile, span, words, initial_m_i = next_work_tile
+    work_tile, span, mask_words, initial_m_i = next_work_tile
     while work_tile >= 0:
         first, first_partial, end = span
         batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
@@ -356,7 +356,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             mbarrier.arrive(free.v.index(stage), count=1)
             scores = to_logits(scores, A)
             if first_partial == first:
-                scores = _apply_mask(scores, words, row_in_tile, first, batch, q_ids, lists, A, Q, KV, L, F,
+                scores = _apply_mask(scores, mask_words, row_in_tile, first, batch, q_ids, lists, A, Q, KV, L, F,
                                      S_LAYOUT)  # fmt: skip
             p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), True, O_ROWS)
             acc = acc * alpha[:, None]
@@ -396,7 +396,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         as_matrix(out_tile, GROUP_ROWS, D).store(out.to(dtype))
         fence_async_shared()
         store_tile(descs.out, tile_coordinates(batch, q_block * Q.BLOCK + row_in_tile, pass_head, 0, Q, A.D), out_tile)
-        work_tile, span, words, initial_m_i = next_work_tile
+        work_tile, span, mask_words, initial_m_i = next_work_tile
     tma.store_wait(0)
 
 

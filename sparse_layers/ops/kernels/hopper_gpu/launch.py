@@ -324,7 +324,7 @@ def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:
 
 
 def _lists(group_pass: GroupPass, direction: str) -> tuple[RowTiling, RowTiling, PassLists, Any, Any]:
-    """Returns (q tiling, kv tiling, lists, steps [LB, heads, blocks] of work tiles, steps before each query head)."""
+    """Returns (q tiling, kv tiling, lists, steps [LB, heads, blocks] of work tiles, steps of earlier heads)."""
     transposed, (bq, bkv) = direction == "backward", _block_shape(group_pass, direction)
     subblocks = _subblocks_per_block(group_pass, direction)
     bq, bkv = (bq // subblocks, bkv) if transposed else (bq, bkv // subblocks)
@@ -377,12 +377,12 @@ def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     list_shapes = ListShapes(
         batches, list_heads, lists.heads_per_list, steps.shape[2], num_splits, pass_lists.granularity
     )
-    views_of_rows = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
+    row_views = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
     tile_queries = _tile_queries(group_pass, direction)
     stages = settings.num_stages(
         "backward" if transposed else "forward", size, settings.tile_keys(kv.tile), tile_queries
     )
-    constants = {"A": array_shapes(group_pass, size), **views_of_rows, "L": list_shapes}
+    constants = {"A": array_shapes(group_pass, size), **row_views, "L": list_shapes}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     return _PreparedLaunch(
         q, kv, tile_queries, stages, constants, [jnp.asarray(x) for x in list_arrays], schedule.shape[-1], split_heads

@@ -298,8 +298,14 @@ def split_by_query_ranges(
     order, splits = np.lexsort((-steps, -query_range[split_starts])), []
     same_list = bool((list_of_head == list_of_head[0]).all())
     for head, list_of_this_head in enumerate(list_of_head[:1] if same_list else list_of_head):
-        of_list = order[list_number[order] == list_of_this_head]
-        split = block[of_list], head, head + 1, skipped[of_list], skipped[of_list] + steps[of_list]
+        splits_of_list = order[list_number[order] == list_of_this_head]
+        split = (
+            block[splits_of_list],
+            head,
+            head + 1,
+            skipped[splits_of_list],
+            skipped[splits_of_list] + steps[splits_of_list],
+        )
         splits.append(np.stack(np.broadcast_arrays(*split), axis=1))
     splits = np.concatenate(splits).astype(np.int32)
     # By JAX, so that the compiled program computes the order: as a constant it would have millions of numbers.

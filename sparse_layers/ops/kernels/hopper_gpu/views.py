@@ -6,10 +6,13 @@ from ...planning.row_orders import RowOrder
 from .tiles import RowsView
 
 
-def rows_view(order: RowOrder, tile: int) -> RowsView:
-    """Describes one side of a pass to kernels, for an order that has a `box_view`."""
+def rows_view(order: RowOrder, block: int) -> RowsView:
+    """Returns the constants by which kernels map rows to TMA coordinates, for an order that has a `box_view`.
+
+    ``block`` is that of the lists.
+    """
     axes = () if order.natural else _axes(order)
-    return RowsView(-(-order.rows // tile) * tile, tile, axes)
+    return RowsView(-(-order.rows // block) * block, block, axes)
 
 
 def box_view(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -217,5 +217,5 @@ def _no_float16(operands: Operands) -> Operands:
     """Returns operands in float32 for float16: TPUs multiply bfloat16 and float32 only."""
     if operands.query.dtype != jnp.float16:
         return operands
-    wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
-    return operands._replace(**wide)
+    in_float32 = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    return operands._replace(**in_float32)
