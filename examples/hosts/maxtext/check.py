@@ -4,9 +4,11 @@ python -m examples.hosts.maxtext.check PATH_TO_CHECKOUT
 """
 
 import argparse
+import functools
 import importlib
 import pathlib
 import sys
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..checks import Table, with_gradients
 
 BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 2, 256, 4, 2, 32
 CHUNK, WINDOW = 48, 40
+LOCAL: dict[str, Any] = {"kind": "local_sliding", "sliding_window_size": WINDOW}
 
 
 class Host:
@@ -71,7 +74,8 @@ class Host:
         ids, others = call.get("ids"), {name: x for name, x in call.items() if name != "ids"}
 
         def apply(query: jax.Array, key: jax.Array, value: jax.Array, sinks: Any = None) -> jax.Array:
-            out = op(query, key, value, ids, None, mode, sinks=sinks, **others)
+            cached = None if mode == "train" else [(key, value, ids), None]
+            out = op(query, key, value, ids, None, mode, cached, sinks=sinks, **others)
             return out if ids is None else jnp.where(ids[:, :, None, None] == 0, 0, out)
 
         def results(*arrays: jax.Array) -> list[jax.Array]:
@@ -97,7 +101,7 @@ def check_calls(host: Host, table: Table) -> None:
     """Compares calls of attention with the dense path."""
     documents = sl.segment_ids_from_lengths([[100, 60, 70], [30, 200, 0]], TOKENS) + 1  # the last tokens have id 0
     spans = (jnp.arange(TOKENS) % 64 < 24) & (jnp.arange(TOKENS) >= 64) & jnp.array([[True], [False]])
-    call, local = {"ids": documents}, {"kind": "local_sliding", "sliding_window_size": WINDOW}
+    call, local = {"ids": documents}, LOCAL
     chunk = {"kind": "chunk", "chunk_attn_window_size": CHUNK}
     cases: dict[str, dict[str, Any]] = {
         "causal, 2 query heads to a key head": {},
@@ -112,10 +116,11 @@ def check_calls(host: Host, table: Table) -> None:
         "images see themselves": {"call": {"bidirectional_mask": spans}},
         "soft cap": {"attn_logits_soft_cap": 2.0},
         "soft cap, window, documents": local | {"attn_logits_soft_cap": 2.0, "call": call},
+        "prefill, documents": {"mode": "prefill", "call": call},
+        "decoding, which stays MaxText's": {"mode": "autoregressive", "call": call},
         "MoBA": {"moba": True, "moba_chunk_size": 32, "moba_topk": 3},
         "MoBA, documents": {"moba": True, "moba_chunk_size": 32, "moba_topk": 3, "call": call},
     }
-    sizes = {"data": 2, "tensor": 2}
     for name, options in cases.items():
         compare(host, table, name, arrays_of(), **options)
     for kind in ("causal", "local"):
@@ -124,7 +129,7 @@ def check_calls(host: Host, table: Table) -> None:
         compare(host, table, f"sinks, {kind}", [*qkv, jnp.linspace(-1, 2, HEADS), dout], **options)
     compare(host, table, "MLA, values of another size", arrays_of(value_size=16), kind="mla")
     compare(host, table, "bfloat16", arrays_of(jnp.bfloat16), float32_logits=True)
-    for axes in (sizes, {"fsdp": 2, "context": 2}):
+    for axes in ({"data": 2, "tensor": 2}, {"fsdp": 2, "context": 2}):
         options = local | {"call": call, "mesh_sizes": axes, "context_parallel_load_balance": False}
         compare(host, table, f"window, documents, devices {axes}", arrays_of(), **options)
 
@@ -135,18 +140,51 @@ def compare(host: Host, table: Table, name: str, arrays: list[jax.Array], **opti
     table.compare(name, ours, theirs, *arrays)
 
 
+def check_other_kernels(host: Host, table: Table) -> None:
+    """Compares the kernels for TPUs, interpreted here, and a window beside images, whose length the hook must state."""
+    adapter: Any = importlib.import_module("maxtext.layers.sparse_adapter")
+    call, local = {"ids": jnp.repeat(jnp.array([[1, 2]]), TOKENS // 2, 1).repeat(BATCH, 0)}, LOCAL
+    tpu = functools.partial(sl.block_sparse_attention, implementation="pallas_tpu")
+    with unittest.mock.patch.object(adapter.sl, "block_sparse_attention", tpu):
+        compare(host, table, "window, documents, TPU kernels interpreted", arrays_of(), **local | {"call": call})
+    spans = (jnp.arange(TOKENS) % 64 < 24)[None] & jnp.array([[True], [False]])
+    with unittest.mock.patch.object(adapter, "attend", functools.partial(adapter.attend, longest_span=24)):
+        options = local | {"call": {"bidirectional_mask": spans}}
+        compare(host, table, "images of at most 24 tokens, window", arrays_of(), **options)
+
+
+def check_host(host: Host, table: Table) -> None:
+    """Compares MaxText's `flash` route without a TPU, its kernel replaced by its library's XLA form, with the dense path.
+
+    The branch, and with it the arguments of the kernel, are those that a GPU runs.
+    """
+    kernels = host.op.tokamax_pallas_triton
+    plain = host.op.tokamax_attention_base.DotProductAttention
+    call = {"ids": jnp.repeat(jnp.array([[1, 2]]), TOKENS // 2, 1).repeat(BATCH, 0)}
+    cases = {
+        "causal, documents": {"call": call},
+        f"window of {WINDOW}": LOCAL,
+        f"chunks of {CHUNK}": {"kind": "chunk", "chunk_attn_window_size": CHUNK},
+        "soft cap": {"attn_logits_soft_cap": 2.0},
+        "full": {"kind": "full"},
+    }
+    with unittest.mock.patch.object(kernels, "PallasTritonFlashAttention", plain):
+        for name, options in cases.items():
+            routes = (host.attend(kernel, **options) for kernel in ("flash", "dot_product"))
+            table.compare(f"MaxText's flash on GPUs, {name}", *routes, *arrays_of(), is_of_host=True)
+
+
 def check_refusals(host: Host, table: Table) -> None:
     """Checks that calls with another meaning end in an error."""
     arrays = arrays_of()
     mask = jnp.zeros((BATCH, TOKENS, TOKENS))
     spans = jnp.zeros((BATCH, TOKENS), bool)
-    local = {"kind": "local_sliding", "sliding_window_size": WINDOW}
     chunk = {"kind": "chunk", "chunk_attn_window_size": CHUNK}
     cases: dict[str, tuple[dict[str, Any], str]] = {
         "indexer_mask": ({"call": {"indexer_mask": mask}}, "indexer_mask"),
         "record_max_logits": ({"call": {"record_max_logits": True}}, "record_max_logits"),
         "a window of no size": ({"kind": "local_sliding"}, "sliding_window_size"),
-        "images, window": (local | {"call": {"bidirectional_mask": spans}}, "longest_span"),
+        "images, window": (LOCAL | {"call": {"bidirectional_mask": spans}}, "longest_span"),
         "images, chunks": (chunk | {"call": {"bidirectional_mask": spans}}, "bidirectional_mask"),
         "attention_type compressed": ({"kind": "compressed"}, "attention_type"),
         "dropout": ({"dropout_rate": 0.1}, "dropout_rate"),
@@ -164,7 +202,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     host, table = Host(checkout), Table()
     check_calls(host, table)
+    check_other_kernels(host, table)
     check_refusals(host, table)
+    check_host(host, table)
     table.exit()
 
 
