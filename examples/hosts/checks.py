@@ -73,7 +73,9 @@ class Table:
         print(f"{self.failures} failed" if self.failures else "all within their budgets")
         sys.exit(int(self.failures > 0))
 
-    def _row(self, name: str, results: int, error: str, budget: str, *, is_right: bool, is_of_host: bool = False) -> None:
+    def _row(
+        self, name: str, results: int, error: str, budget: str, *, is_right: bool, is_of_host: bool = False
+    ) -> None:
         self.failures += not is_right and not is_of_host
-        verdict = "" if is_right else "the host differs from its own dense path" if is_of_host else "FAILED"
+        verdict = "" if is_right else "differs: the host's own route" if is_of_host else "FAILED"
         print(f"| {name} | {results or '-'} | {error} | {budget} | {verdict} |", flush=True)

@@ -50,3 +50,13 @@ def test_a_failed_row_ends_the_process_with_1(capsys):
     with pytest.raises(SystemExit, match="1"):
         table.exit()
     assert capsys.readouterr().out.splitlines()[-1] == "2 failed"
+
+
+def test_a_row_of_the_host_itself_never_fails(capsys):
+    table = Table()
+    table.compare("its route", attention(0.5), attention(0.25), *arrays(), is_of_host=True)
+    table.compare("its other route", attention(0.25), attention(0.25), *arrays(), is_of_host=True)
+    with pytest.raises(SystemExit, match="0"):
+        table.exit()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("| differs: the host's own route |") and lines[3].endswith("|  |")

@@ -62,7 +62,12 @@ class Host:
         config = self.configs.initialize(
             ["check", str(self.source / "maxtext" / "configs" / "base.yml")],
             **{"run_name": "check", "enable_checkpointing": False, "max_target_length": TOKENS, "hardware": "cpu"},
-            **{"skip_jax_distributed_system": True, "attention": kernel, "packing": False, "matmul_precision": "highest"},
+            **{
+                "skip_jax_distributed_system": True,
+                "attention": kernel,
+                "packing": False,
+                "matmul_precision": "highest",
+            },
             **settings,
         )
         sizes = [(mesh_sizes or {}).get(name, 1) for name in config.mesh_axes]
@@ -154,9 +159,9 @@ def check_other_kernels(host: Host, table: Table) -> None:
 
 
 def check_host(host: Host, table: Table) -> None:
-    """Compares MaxText's `flash` route without a TPU, its kernel replaced by its library's XLA form, with the dense path.
+    """Compares MaxText's `flash` route for GPUs with its dense path.
 
-    The branch, and with it the arguments of the kernel, are those that a GPU runs.
+    Its kernel is replaced by the XLA form of the same library. The arguments of the kernel are those on a GPU.
     """
     kernels = host.op.tokamax_pallas_triton
     plain = host.op.tokamax_attention_base.DotProductAttention
