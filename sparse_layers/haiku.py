@@ -356,10 +356,8 @@ class SparseTransformerBlock(hk.Module):
         if key_size is None and features % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide features={features}, or say key_size")
         init, out_init = (hk.initializers.VarianceScaling(scale) for scale in (1.0, 1 / (2 * num_layers)))
-        make_norm: Any = {
-            "layer": functools.partial(hk.LayerNorm, -1, True, True, norm_epsilon),
-            "rms": functools.partial(hk.RMSNorm, -1, norm_epsilon),
-        }[norm]
+        norms = {"layer": (hk.LayerNorm, -1, True, True), "rms": (hk.RMSNorm, -1)}
+        make_norm: Any = functools.partial(*norms[norm], norm_epsilon)
         pre, post = norm_positions(norm_placement)
         self.attention_norm = make_norm(name="attention_norm") if pre else None
         self.attention_out_norm = make_norm(name="attention_out_norm") if post else None

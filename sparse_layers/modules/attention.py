@@ -160,15 +160,17 @@ class SparseSelfAttention(SparseAttention):
             rngs=rngs,
             **options,
         )
+        self._make_index(rngs, {"kernel_init": options["kernel_init"]} if "kernel_init" in options else {})
+
+    def _make_index(self, rngs: nnx.Rngs, options: dict[str, Any]) -> None:
+        """Makes the projections of a scorer with an index of its own, which have no bias; ``options`` are Flax's."""
         self.index_query = self.index_key = self.index_loss = nnx.data(None)
         scorer = self.attention_fn.fn.selection
         if scorer is not None and scorer.indexed:
             size = scorer.index_features(self.head_dim)
-            shared: dict[str, Any] = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
-            if "kernel_init" in options:
-                shared["kernel_init"] = options["kernel_init"]
-            self.index_query = nnx.LinearGeneral(in_features, (self.num_kv_heads, size), rngs=rngs, **shared)
-            self.index_key = nnx.LinearGeneral(in_features, (1, size), rngs=rngs, **shared)
+            options |= {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+            self.index_query = nnx.LinearGeneral(self.in_features, (self.num_kv_heads, size), **options)
+            self.index_key = nnx.LinearGeneral(self.in_features, (1, size), **options)
             self.index_loss = IndexLoss(jnp.zeros((), jnp.float32))
 
     @strict_kwargs

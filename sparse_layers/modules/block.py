@@ -137,56 +137,41 @@ class SparseTransformerBlock(nnx.Module):
             check_stream(rngs, "dropout", f"dropout_rate={dropout_rate}")
         biases = projections_with_bias(use_bias, BLOCK_PROJECTIONS)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        if out_kernel_init is None:
-            out_kernel_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
+        small_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
+        out_init = out_kernel_init or small_init
         # Each attention layer refuses the arguments that it does not have.
-        layer: Any = SparseSelfAttention
-        qk_norm: dict[str, Any] = {"normalize_qk": normalize_qk} if normalize_qk else {}
-        if as_nsa(pattern) is not None:
-            layer = NativeSparseAttention
-            biases |= {"gate"} if use_bias is True else set()
-        elif normalize_qk:
-            qk_norm = {"normalize_qk": norm if normalize_qk is True else normalize_qk, "norm_epsilon": norm_epsilon}
+        is_nsa = as_nsa(pattern) is not None
+        attention: Any = NativeSparseAttention if is_nsa else SparseSelfAttention
+        layer = functools.partial(attention, num_heads, features, pattern=pattern, seq_len=seq_len)
+        inits = {"kernel_init": kernel_init, "bias_init": bias_init, "out_kernel_init": out_init}
+        qk_norm = _qk_norm_options(is_nsa, normalize_qk, norm, norm_epsilon)
 
         def branch_norm(is_present: bool) -> Any:
             return make_norm(norm, features, epsilon=norm_epsilon, **shared) if is_present else nnx.data(None)
 
         pre, post = norm_positions(norm_placement)
         self.attention_norm, self.attention_out_norm = branch_norm(pre), branch_norm(post)
+        with_bias = biases - {"mlp"} | ({"gate"} if is_nsa and use_bias is True else set())
         self.attention = layer(
-            num_heads,
-            features,
-            pattern=pattern,
-            seq_len=seq_len,
-            rope=rope,
-            rope_theta=rope_theta,
-            use_bias=biases - {"mlp"},
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            out_kernel_init=out_kernel_init,
-            **shared,
-            **qk_norm,
-            **options,
+            rope=rope, rope_theta=rope_theta, use_bias=with_bias, **inits, **shared, **qk_norm, **options
         )
         self.mlp_norm, self.mlp_out_norm = branch_norm(pre), branch_norm(post)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
-        self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = nnx.data(None)
-        if make_mlp is None:
-            hidden = mlp_features or 4 * features
-            dense = functools.partial(nnx.Linear, use_bias="mlp" in biases, bias_init=bias_init, **shared)
-            self.mlp_in = dense(features, hidden, kernel_init=kernel_init)
-            if mlp in GATED_ACTIVATIONS:
-                self.mlp_gate = dense(features, hidden, kernel_init=kernel_init)
-            self.mlp_out = dense(hidden, features, kernel_init=out_kernel_init)
-        else:
-            module = make_mlp(rngs)
-            if not callable(module):
-                raise TypeError(
-                    f"make_mlp must make a module that maps [..., F] to the same, got {one_line(module)} of it"
-                )
-            self.mlp_module = nnx.data(module)
+        dense = functools.partial(nnx.Linear, use_bias="mlp" in biases, bias_init=bias_init, **shared)
+        module = None if make_mlp is None else _checked_module(make_mlp(rngs))
+        self._make_mlp(module, mlp_features or 4 * features, dense, kernel_init, out_init)
         # Without dropout the block has no random state: its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
+
+    def _make_mlp(self, module: Any, hidden: int, dense: Any, init: Initializer, out_init: Initializer) -> None:
+        """Sets the user's module for the MLP, or makes its projections by ``dense(in, out, kernel_init=)``."""
+        self.mlp_in = self.mlp_gate = self.mlp_out = nnx.data(None)
+        self.mlp_module = nnx.data(module)
+        if module is None:
+            self.mlp_in = dense(self.features, hidden, kernel_init=init)
+            if self.mlp in GATED_ACTIVATIONS:
+                self.mlp_gate = dense(self.features, hidden, kernel_init=init)
+            self.mlp_out = dense(hidden, self.features, kernel_init=out_init)
 
     @strict_kwargs
     def __call__(
@@ -234,6 +219,22 @@ class SparseTransformerBlock(nnx.Module):
 
 
 _apply_with_remat = nnx.remat(apply_block, static_argnums=(2,))
+
+
+def _qk_norm_options(is_nsa: bool, normalize_qk: bool | str, norm: str, norm_epsilon: float) -> dict[str, Any]:
+    """Returns the attention layer's options of the norms of q and k; `NativeSparseAttention` refuses them."""
+    if not normalize_qk:
+        return {}
+    if is_nsa:
+        return {"normalize_qk": normalize_qk}
+    return {"normalize_qk": norm if normalize_qk is True else normalize_qk, "norm_epsilon": norm_epsilon}
+
+
+def _checked_module(module: Any) -> Any:
+    """Returns what ``make_mlp`` made, if it can be called."""
+    if not callable(module):
+        raise TypeError(f"make_mlp must make a module that maps [..., F] to the same, got {one_line(module)} of it")
+    return module
 
 
 def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:

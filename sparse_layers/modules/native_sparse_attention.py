@@ -117,13 +117,8 @@ class NativeSparseAttention(nnx.Module):
         biases = projections_with_bias(use_bias, (*PROJECTIONS, "gate"))
         head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
         rope = resolve_rope(rope, rope_theta)
-        kernels = {
-            "scale": scale,
-            "implementation": implementation,
-            "fwd_params": fwd_params,
-            "bwd_params": bwd_params,
-            "query_sharding": query_sharding,
-        }
+        kernels = {"scale": scale, "implementation": implementation, "query_sharding": query_sharding}
+        kernels |= {"fwd_params": fwd_params, "bwd_params": bwd_params}
         attributes = make_attributes(num_heads, num_kv_heads, head_dim, pattern, seq_len, rope, dtype, **kernels)
         for name, value in attributes.items():
             setattr(self, name, value)

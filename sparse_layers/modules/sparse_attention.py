@@ -90,10 +90,9 @@ class SparseAttention(nnx.MultiHeadAttention):
             rngs=rngs,
             **flax,
         )
-        for name in PROJECTIONS if biases else ():
-            if name not in biases:
-                projection = getattr(self, name)
-                projection.use_bias, projection.bias = False, nnx.data(None)
+        for name in set(PROJECTIONS) - biases if biases else ():
+            projection = getattr(self, name)
+            projection.use_bias, projection.bias = False, nnx.data(None)
         if norm:
             metadata = {name: flax.get(f"{name}_scale_metadata", {}) for name in ("query_ln", "key_ln")}
             self._set_qk_norms(norm, epsilon, metadata, rngs)

@@ -186,39 +186,26 @@ class SparseTransformer(nnx.Module):
         check_sharding(residual_sharding, "residual_sharding")
         layer_patterns = _layer_cycle("patterns", patterns, num_layers, scan_layers)
         _check_patterns(layer_patterns, options.get("selection"), seq_len, causal)
+        _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
         layer_ropes = _layer_cycle("rope", rope, num_layers, scan_layers)
         for layer_rope in layer_ropes:
             check_settings(rope=layer_rope)
-        _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
         if positions == "rope" and (rope is None or rope_theta is not None):
             layer_ropes = (resolve_rope(rope, rope_theta) or Rope(),)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
-        self.residual_sharding = residual_sharding
-        self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
+        self.residual_sharding, self.embedding_scale = residual_sharding, embedding_scale
+        self.final_soft_cap = final_soft_cap
 
         def table(size: int, variance: float) -> Embed:
             init = embedding_init or nnx.initializers.normal(variance**0.5)
             return Embed(size, features, embedding_init=init, rngs=rngs, **shared)
 
         self.token_embedding = table(vocab_size, 1 / features)
-        self.position_embedding = table(seq_len, 1 / features) if positions == "learned" else nnx.data(None)
-        self.row_embedding = self.column_embedding = nnx.data(None)
-        if positions == "row_column":
-            stride = math.ceil(math.sqrt(seq_len)) if position_stride is None else position_stride
-            # Both tables together have the variance of the token embedding.
-            self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
-            self.column_embedding = table(stride, 1 / (2 * features))
+        self._make_position_embeddings(table, positions, position_stride, 1 / features)
+        block_options: dict[str, Any] = {"norm": norm, "norm_epsilon": norm_epsilon, **shared, **options}
         make_block = functools.partial(
-            SparseTransformerBlock,
-            num_heads,
-            features,
-            seq_len=seq_len,
-            num_layers=num_layers,
-            norm=norm,
-            norm_epsilon=norm_epsilon,
-            **shared,
-            **options,
+            SparseTransformerBlock, num_heads, features, seq_len=seq_len, num_layers=num_layers, **block_options
         )
         self.blocks = self._make_blocks(make_block, layer_patterns, layer_ropes, rngs)
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
@@ -226,6 +213,18 @@ class SparseTransformer(nnx.Module):
         if not tie_embeddings:
             init = head_init or nnx.initializers.zeros
             self.head = nnx.Linear(features, vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **shared)
+
+    def _make_position_embeddings(
+        self, table: Callable[[int, float], Embed], positions: str, stride: int | None, variance: float
+    ) -> None:
+        """Makes the tables of positions by ``table(size, variance)``, after the token embedding."""
+        self.position_embedding = table(self.seq_len, variance) if positions == "learned" else nnx.data(None)
+        self.row_embedding = self.column_embedding = nnx.data(None)
+        if positions == "row_column":
+            stride = math.ceil(math.sqrt(self.seq_len)) if stride is None else stride
+            # Both tables together have the variance of the token embedding.
+            self.row_embedding = table(-(-self.seq_len // stride), variance / 2)
+            self.column_embedding = table(stride, variance / 2)
 
     def _make_blocks(
         self,
@@ -348,8 +347,7 @@ class SparseTransformer(nnx.Module):
             raise TypeError(
                 f"caches must be those of the previous chunk where start is above 0, got None, start={start}"
             )
-        previous: Sequence[Any] = [None] * self.num_layers if caches is None else caches
-        self._check_caches(previous)
+        previous: Sequence[Any] = self._checked_caches([None] * self.num_layers if caches is None else caches)
         if positions is not None:
             check_positions(positions, tokens.shape)
         if order_ids is not None:
@@ -412,7 +410,7 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError, TypeError: see `SparseSelfAttention.decode_step`.
         """
-        self._check_caches(caches)
+        self._checked_caches(caches)
         max_step = min(getattr(cache, "max_step", 0) for cache in caches)
         block_rule = (
             f", or [B, S] with S in 1..max_step = {max_step}"
@@ -442,11 +440,12 @@ class SparseTransformer(nnx.Module):
         model.blocks, model.scan_layers = nnx.List(self.layers), False
         return model
 
-    def _check_caches(self, caches: Any) -> None:
+    def _checked_caches(self, caches: Any) -> Any:
         if not isinstance(caches, Sequence):
             raise TypeError(f"caches must be those of prefill or of the step before, got {type(caches).__name__}")
         if len(caches) != self.num_layers:
             raise ValueError(f"there must be caches one a layer, {self.num_layers}, got {len(caches)}")
+        return caches
 
     def _check_tokens(self, tokens: jax.Array, shape: str, *ndim: int) -> None:
         check_array("tokens", tokens, shape)

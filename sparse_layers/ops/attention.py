@@ -181,29 +181,26 @@ def block_sparse_attention(
     is_unbatched, query_sharding = query.ndim == 3, sharding.add_batch_axis(query_sharding, query)
     if is_unbatched:
         query, key, value = query[None], key[None], value[None]
-    b, t, n, h = query.shape
-    s = key.shape[1]
+    (b, t, n, h), s = query.shape, key.shape[1]
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
     tuned_for = implementation or default_implementation(query.dtype, max(h, value.shape[-1]))
     plan, mask = _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, tuned_for)
     params = (plan.fwd_params, plan.bwd_params) if plan else resolve_params(fwd_params, bwd_params)
     tuned = TUNING[tuned_for]
-    fwd, bwd = (
-        (p.q_blocksize or default[0], p.kv_blocksize or default[1])
-        for p, default in zip(
-            params, (tuned.block_shapes[0], tuned.bwd_block_shape or tuned.block_shapes[0]), strict=True
-        )
+    defaults = tuned.block_shapes[0], tuned.bwd_block_shape or tuned.block_shapes[0]
+    fwd_shape, bwd_shape = (
+        (p.q_blocksize or default[0], p.kv_blocksize or default[1]) for p, default in zip(params, defaults, strict=True)
     )
     batch = () if is_unbatched else (b,)
-    segments, ordering = checked_visibility(segment_ids, order_ids, batch, (t, s), n)
+    segments, order_id_pair = checked_visibility(segment_ids, order_ids, batch, (t, s), n)
     selection = _checked_selection(selection, query, key, is_unbatched)
     if segments is None and not isinstance(plan_or_mask, Plan | jax.Array | np.ndarray):  # these say T
         layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
     if not b:  # there would be no block lists
-        segments = ordering = selection = None
-    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
-    operands = Operands(query, key, value, sinks, segments, ordering, mask, selection)
+        segments = order_id_pair = selection = None
+    call = Call(plan, fwd_shape, bwd_shape, params, scale, logits_soft_cap, return_lse)
+    operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection)
     if implementation is None:
         call = dataclasses.replace(call, picked_for=platform())
     lse: Any  # None if JAX differentiates the implementation

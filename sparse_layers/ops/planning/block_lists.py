@@ -369,11 +369,8 @@ def selected_block_pairs(
     batch, tq, lists, k = ids.shape
     ids = jnp.where((ids >= 0) & (ids < columns), ids, columns)
     num_groups, repeats = max(1, bq // granularity), max(1, granularity // bq)
-    ids = jnp.pad(ids, [(0, 0), (0, -tq % num_groups), (0, 0), (0, 0)], constant_values=columns)
     num_blocks = -(-tq // num_groups)
-    ids = jnp.moveaxis(ids.reshape(batch, num_blocks, num_groups, lists, k), 3, 1).reshape(
-        batch, lists, num_blocks, num_groups * k
-    )
+    ids = _by_query_block(ids, num_groups, columns)
     group = np.repeat(np.arange(num_groups, dtype=np.int32), k).reshape(1, 1, 1, num_groups * k)
     column: Any = ids
     is_live: Any
@@ -414,6 +411,14 @@ def selected_block_pairs(
     n = column.shape[2] * column.shape[3]
     flat = {name: getattr(pairs, name).reshape(batch, lists, n) for name in names}
     return dataclasses.replace(pairs, **flat)
+
+
+def _by_query_block(ids: jax.Array, num_groups: int, fill: int) -> jax.Array:
+    """Returns ids [B, Tq, G, k] as [B, G, ceil(Tq / num_groups), num_groups * k], padded with ``fill``."""
+    batch, tq, lists, k = ids.shape
+    ids = jnp.pad(ids, [(0, 0), (0, -tq % num_groups), (0, 0), (0, 0)], constant_values=fill)
+    ids = ids.reshape(batch, -1, num_groups, lists, k)
+    return jnp.moveaxis(ids, 3, 1).reshape(batch, lists, ids.shape[1], num_groups * k)
 
 
 def differs(x: jax.Array) -> jax.Array:
