@@ -6,6 +6,7 @@ python -m examples.hosts.maxtext.check PATH_TO_CHECKOUT
 import argparse
 import functools
 import importlib
+import logging
 import pathlib
 import sys
 import unittest.mock
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("checkout", help="path to a checkout of MaxText, patched as README.md says")
     checkout = parser.parse_args().checkout
     jax.config.update("jax_num_cpu_devices", 4)
+    logging.disable(logging.WARNING)  # MaxText warns of folders and data sets at each configuration
     host, table = Host(checkout), Table()
     check_calls(host, table)
     check_other_kernels(host, table)
