@@ -74,9 +74,9 @@ def as_html(mask: "Mask") -> str:
     return f'<figure style="margin: 0"><figcaption><code>{html.escape(formula)}</code>{picture}</figure>'
 
 
-def shortened(text: str, most: int) -> str:
-    """Returns the text, cut to ``most`` characters with dots at the end."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shortened(text: str, max_length: int) -> str:
+    """Returns the text, cut to ``max_length`` characters with dots at the end."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def svg(states: np.ndarray) -> str:

@@ -141,7 +141,7 @@ def projections_with_bias(use_bias: bool | Collection[str], names: Collection[st
 Rule = Callable[[str, Any], object]
 
 
-def _has_type(hint: Any) -> Rule:
+def _type_rule(hint: Any) -> Rule:
     return lambda name, value: checked(name, value, hint)
 
 
@@ -149,7 +149,7 @@ def _optional(rule: Rule) -> Rule:
     return lambda name, value: None if value is None else rule(name, value)
 
 
-def _number(rule: str, holds: Callable[[float], bool]) -> Rule:
+def _number_rule(rule: str, holds: Callable[[float], bool]) -> Rule:
     def check(name: str, value: Any) -> None:
         number = as_float(value)
         if number is None or not holds(number):
@@ -158,7 +158,7 @@ def _number(rule: str, holds: Callable[[float], bool]) -> Rule:
     return check
 
 
-def _one_of(*names: str) -> Rule:
+def _one_of_rule(*names: str) -> Rule:
     rule = " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
 
     def check(name: str, value: Any) -> None:
@@ -168,22 +168,22 @@ def _one_of(*names: str) -> Rule:
     return check
 
 
-def _qk_norm(name: str, value: Any) -> None:
+def _check_qk_norm(name: str, value: Any) -> None:
     if not isinstance(value, bool) and value not in ("layer", "rms", "rms_joint"):
         raise ValueError(f"{name} must be true or false, or 'layer', 'rms' or 'rms_joint', got {one_line(value)}")
 
 
-def _mlp(name: str, value: Any) -> None:
+def _check_mlp(name: str, value: Any) -> None:
     if not callable(value):
-        _one_of(*ACTIVATIONS, *GATED_ACTIVATIONS)(name, value)
+        _one_of_rule(*ACTIVATIONS, *GATED_ACTIVATIONS)(name, value)
 
 
-def _dtype(name: str, value: Any) -> None:
+def _check_dtype(name: str, value: Any) -> None:
     if not is_floating(value):
         raise ValueError(f"{name} must be a floating-point dtype, got {one_line(value)}")
 
 
-def _precision(name: str, value: Any) -> None:
+def _check_precision(name: str, value: Any) -> None:
     matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), matrix)
@@ -193,7 +193,7 @@ def _precision(name: str, value: Any) -> None:
         ) from error
 
 
-def _callable(rule: str) -> Rule:
+def _callable_rule(rule: str) -> Rule:
     def check(name: str, value: Any) -> None:
         if not callable(value):
             raise TypeError(f"{name} must be {rule}, got {one_line(value)}")
@@ -201,17 +201,17 @@ def _callable(rule: str) -> Rule:
     return check
 
 
-def _mapping(name: str, value: Any) -> None:
+def _check_mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, as {{'sharding': ('model', None)}}, got {one_line(value)}")
 
 
-def _name(name: str, value: Any) -> None:
+def _check_name(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {one_line(value)}")
 
 
-def _key(name: str, value: Any) -> None:
+def _check_key(name: str, value: Any) -> None:
     is_array = isinstance(value, jax.Array)
     is_key = is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.ndim == 0
     is_raw_key = is_array and value.dtype == jnp.uint32 and value.ndim == 1
@@ -219,7 +219,7 @@ def _key(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be one jax.random.key, got {one_line(value)}")
 
 
-def _rope(name: str, value: Any) -> None:
+def _check_rope(name: str, value: Any) -> None:
     if not isinstance(value, Rope):
         raise TypeError(f"{name} must be a Rope, as sl.Rope(shape=(16, 16)), or None, got {one_line(value)}")
 
@@ -229,65 +229,65 @@ def _rngs(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a flax.nnx.Rngs, as nnx.Rngs(0), got {one_line(value)}")
 
 
-_INITIALIZER = _callable("an initializer, called with (key, shape, dtype)")
+_INITIALIZER = _callable_rule("an initializer, called with (key, shape, dtype)")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ("num_heads", "features", "in_features", "num_layers", "vocab_size", "num_tokens"), _has_type(Positive)
+        ("num_heads", "features", "in_features", "num_layers", "vocab_size", "num_tokens"), _type_rule(Positive)
     ),
     **dict.fromkeys(
         (
             *("qkv_features", "out_features", "num_kv_heads", "in_kv_features", "head_dim"),
             *("mlp_features", "position_stride"),
         ),
-        _optional(_has_type(Positive)),
+        _optional(_type_rule(Positive)),
     ),
     **dict.fromkeys(
         (
             *("use_sinks", "parallel", "remat", "tie_embeddings", "scan_layers"),
             *("recompute", "causal", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
-        _has_type(bool),
+        _type_rule(bool),
     ),
-    **dict.fromkeys(("seq_len", "q_len", "kv_len"), _has_type(Length)),
-    "deterministic": _optional(_has_type(bool)),
-    "dropout_rate": _number(" in [0, 1)", lambda x: 0 <= x < 1),
-    "norm_epsilon": _number(" >= 0", lambda x: x >= 0),
-    "norm_placement": _one_of("pre", "post", "sandwich"),
-    "normalize_qk": _qk_norm,
-    "embedding_scale": _optional(_number("", lambda x: True)),
-    "final_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),
-    "rope": _optional(_rope),
-    "rope_theta": _optional(_number(" > 0", lambda x: x > 0)),
-    "scale": _optional(_number("", lambda x: True)),
-    "logits_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),
-    "temperature": _number(" >= 0", lambda x: x >= 0),
-    "top_p": _optional(_number(" in (0, 1]", lambda x: 0 < x <= 1)),
-    "padding_side": _one_of("right", "left"),
-    "on_tokens": _optional(_callable("a function of the tokens [B] of a step")),
-    "mlp": _mlp,
-    "make_mlp": _optional(_callable("a function that makes the MLP")),
-    "norm": _one_of("layer", "rms"),
-    "positions": _one_of("row_column", "learned", "rope", "none"),
-    "dtype": _optional(_dtype),
-    "param_dtype": _dtype,
-    "precision": _optional(_precision),
+    **dict.fromkeys(("seq_len", "q_len", "kv_len"), _type_rule(Length)),
+    "deterministic": _optional(_type_rule(bool)),
+    "dropout_rate": _number_rule(" in [0, 1)", lambda x: 0 <= x < 1),
+    "norm_epsilon": _number_rule(" >= 0", lambda x: x >= 0),
+    "norm_placement": _one_of_rule("pre", "post", "sandwich"),
+    "normalize_qk": _check_qk_norm,
+    "embedding_scale": _optional(_number_rule("", lambda x: True)),
+    "final_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),
+    "rope": _optional(_check_rope),
+    "rope_theta": _optional(_number_rule(" > 0", lambda x: x > 0)),
+    "scale": _optional(_number_rule("", lambda x: True)),
+    "logits_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),
+    "temperature": _number_rule(" >= 0", lambda x: x >= 0),
+    "top_p": _optional(_number_rule(" in (0, 1]", lambda x: 0 < x <= 1)),
+    "padding_side": _one_of_rule("right", "left"),
+    "on_tokens": _optional(_callable_rule("a function of the tokens [B] of a step")),
+    "mlp": _check_mlp,
+    "make_mlp": _optional(_callable_rule("a function that makes the MLP")),
+    "norm": _one_of_rule("layer", "rms"),
+    "positions": _one_of_rule("row_column", "learned", "rope", "none"),
+    "dtype": _optional(_check_dtype),
+    "param_dtype": _check_dtype,
+    "precision": _optional(_check_precision),
     **dict.fromkeys(("kernel_init", "bias_init"), _INITIALIZER),
     **dict.fromkeys(("out_kernel_init", "out_bias_init", "embedding_init", "head_init"), _optional(_INITIALIZER)),
-    **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), _callable("a function")),
+    **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), _callable_rule("a function")),
     **dict.fromkeys(
         ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"),
-        _optional(_callable("a function like jax.lax.dot_general, or a class of such")),
+        _optional(_callable_rule("a function like jax.lax.dot_general, or a class of such")),
     ),
-    **dict.fromkeys((name for name in FlaxOptions.__optional_keys__ if name.endswith("_metadata")), _mapping),
-    "key": _key,
+    **dict.fromkeys((name for name in FlaxOptions.__optional_keys__ if name.endswith("_metadata")), _check_mapping),
+    "key": _check_key,
     "rngs": _rngs,
     # Names of Haiku.
-    "key_size": _has_type(Positive),
-    **dict.fromkeys(("value_size", "model_size"), _optional(_has_type(Positive))),
-    "with_bias": _has_type(bool),
-    "w_init_scale": _optional(_number(" > 0", lambda x: x > 0)),
-    "name": _optional(_name),
+    "key_size": _type_rule(Positive),
+    **dict.fromkeys(("value_size", "model_size"), _optional(_type_rule(Positive))),
+    "with_bias": _type_rule(bool),
+    "w_init_scale": _optional(_number_rule(" > 0", lambda x: x > 0)),
+    "name": _optional(_check_name),
     **dict.fromkeys(
-        ("w_init", "b_init", "out_w_init"), _optional(_callable("an initializer, called with (shape, dtype)"))
+        ("w_init", "b_init", "out_w_init"), _optional(_callable_rule("an initializer, called with (shape, dtype)"))
     ),
 }

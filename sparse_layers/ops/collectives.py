@@ -74,18 +74,18 @@ def _all_gather_keys(gather: AllGather, x: jax.Array, axes: Axes) -> jax.Array:
         return _all_gather(x, axes)[:, : gather.length]
     tokens, counts, ends = gather.key_tokens, gather.key_counts, np.cumsum(gather.key_counts)
     # The local tokens that each device sends, in the order of rows; its first token fills up to the most of a device.
-    most = int(counts.max())
+    max_count = int(counts.max())
     local_rows = [
         tokens[end - n : end] - rank * gather.local_len for rank, (n, end) in enumerate(zip(counts, ends, strict=True))
     ]
-    table = np.stack([np.concatenate([rows, np.zeros(most - len(rows), rows.dtype)]) for rows in local_rows])
+    table = np.stack([np.concatenate([rows, np.zeros(max_count - len(rows), rows.dtype)]) for rows in local_rows])
     sent = jnp.take(x, jnp.asarray(table.astype(np.int32))[jax.lax.axis_index(axes)], axis=1)
     if gather.is_broadcast:
         return jnp.concatenate([_broadcast(sent[:, :n], rank, axes) for rank, n in enumerate(counts) if n], axis=1)
     received = _all_gather(sent, axes)
-    if len(tokens) == most * gather.devices:
+    if len(tokens) == max_count * gather.devices:
         return received
-    rows = np.concatenate([rank * most + np.arange(n) for rank, n in enumerate(counts)])
+    rows = np.concatenate([rank * max_count + np.arange(n) for rank, n in enumerate(counts)])
     return jnp.take(received, jnp.asarray(rows), axis=1)
 
 

@@ -44,7 +44,7 @@ def pick_implementation(name: str | None, call: Call, operands: Operands, is_who
     if name is not None:
         reason = _unsupported(name, call, operands)
         if reason is not None:
-            raise NotImplementedError(f"{name}: {reason}; implementation=None or 'xla' serves this call")
+            raise NotImplementedError(f"{name}: {reason}; implementation=None or 'xla' supports this call")
         return name
     target, (name, reasons) = platform(), rank_implementations(call, operands, is_whole)
     _log.debug("block_sparse_attention runs %r%s", name, f"; {_listed(reasons)}" if reasons else "")
@@ -73,7 +73,7 @@ def rank_implementations(call: Call, operands: Operands, is_whole: bool = True) 
         if reason is None:
             return name, reasons
         reasons[name] = reason
-    raise NotImplementedError(f"no implementation can serve this call; {_listed(reasons)}")
+    raise NotImplementedError(f"no implementation supports this call; {_listed(reasons)}")
 
 
 def merges(backend: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Traced calls: which implementation serves a call, by which kernels, and why not by a preferred one.
+"""Traced calls: which implementation computes a call, by which kernels, and why not by a preferred one.
 
 The call is traced as on the device, where launches are recorded in place of being made. So what is said cannot
 differ from what runs, and the GPU need not be there. Triton has to be installed, for its kernels are what is recorded.
@@ -29,7 +29,7 @@ class TracedCall(NamedTuple):
     """The implementation of a call, and its launches."""
 
     implementation: str  # one of `implementations`
-    # For each implementation that is preferred to it, why that one does not serve the call; {} if the call names its
+    # For each implementation that is preferred to it, why that one does not support the call; {} if the call names its
     # implementation.
     reasons: dict[str, str]
     # The launches of the forward pass in their order; () for implementations that launch no kernels of ours.
@@ -37,12 +37,11 @@ class TracedCall(NamedTuple):
     backward: tuple[bridge.RecordedLaunch, ...]  # those of the backward pass
     # Sentences about the launches: why some are not the implementation's own, and which ones are not listed.
     notes: tuple[str, ...]
-    # The message of the NotImplementedError that the call raises, if it names an implementation that cannot serve it;
-    # else None.
+    # The message of the NotImplementedError that the call raises if it names an implementation that does not support it.
     error: str | None = None
 
     def __str__(self) -> str:
-        """The implementation, and below it its launches, what it hands on, and why no preferred one serves the call."""
+        """The implementation, then its launches, what it hands on, and why no preferred one supports the call."""
         if self.error is not None:
             return f"NotImplementedError, {self.error}"
         lines = [repr(self.implementation)]

@@ -1,4 +1,4 @@
-"""Numbers: how dense a mask is, what its plan computes, and what a layer or a model does."""
+"""`describe`: density, computed blocks and kernels of a mask, plan, layer or model, as text."""
 
 import math
 import re

@@ -90,7 +90,7 @@ def devices() -> list[str]:
 
 
 def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str | None:
-    """Returns why an implementation cannot serve the call of a check here; None if it can.
+    """Returns why an implementation does not support the call of a check here; None if it does.
 
     With ``unnamed``, for a call with ``implementation=None``, also why another one may be the better choice.
     """
@@ -265,7 +265,7 @@ def checks(implementation: str) -> list[Check]:
 def self_check(implementations: Sequence[str] | None = None) -> Iterator[Result]:
     """Compares values and gradients of implementations, None for all, with float64, one check after the other.
 
-    Yields a `Result` for each of their `checks` that they can serve here. Errors that calls raise are results, too.
+    Yields a `Result` for each of their `checks` that they support here. Errors that calls raise are results, too.
     """
     for name in IMPLEMENTATIONS if implementations is None else implementations:
         yield from (_result(name, check) for check in checks(name) if reason(name, check) is None)
@@ -311,7 +311,7 @@ def _decoded(implementation: str, check: Check) -> jax.Array:
         cache = KVCache.empty(check.mask, check.length, dtype=check.dtype, implementation=implementation, **sizes)
         arrays = cache.keys, cache.values
         if implementation == "triton" and not fused.can_attend(cache.layout, arrays, query[:, 0], False):
-            raise RuntimeError("the kernel does not serve a step, which XLA would compute")
+            raise RuntimeError("the kernel does not support a step, which XLA would compute")
         cache, outs = cache.filled(key[:, :first], value[:, :first]), []
         for position in range(first, check.length):
             out, cache = cache.step(

@@ -50,7 +50,8 @@ class Planned(NamedTuple):
 def plans_of(subject: Any) -> dict[str, Planned] | None:
     """Returns the plans of a subject by their headings: '', layers, branches or paths; None if it has no plans.
 
-    A model of a user's own is searched: layers of this package and plans are found in fields, lists and dicts.
+    A model of a user's own is searched: layers of this package and plans are found in fields, lists and dicts. The
+    ``setup`` of a Linen module runs abstractly.
     """
     if isinstance(subject, (*_MASK_TYPES, str)):
         return None
@@ -260,7 +261,7 @@ def _looked_at(subject: Any) -> str:
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 
-def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
+def lengths_of(mask: Any, q_len: Any, kv_len: Any, limit: int | None = None) -> tuple[int, int]:
     """Returns the lengths for which a mask is described."""
     if q_len is None:
         try:
@@ -274,9 +275,9 @@ def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> t
     lengths = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
     for name, length in lengths.items():
         lengths[name] = checked(name, length, Length)
-        if most is not None and lengths[name] > most:
+        if limit is not None and lengths[name] > limit:
             raise ValueError(
-                f"{name} must be at most {most}, got {length}: to plan more may take minutes; `picture`, and `draw` "
+                f"{name} must be at most {limit}, got {length}: to plan more may take minutes; `picture`, and `draw` "
                 "without blocks, show any length, and fewer tokens the same pattern"
             )
     return lengths["q_len"], lengths["kv_len"]

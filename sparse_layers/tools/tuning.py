@@ -101,7 +101,7 @@ def tune(
       sinks: True if the call has sinks.
       gradients: True to run the backward, too, as in training.
       implementation: one of `implementations()`; None leaves each candidate to the one that the call would take, which
-        may differ: on GPUs, cuDNN serves some calls as long as they have no settings.
+        may differ: on GPUs, cuDNN computes some calls as long as they have no settings.
       candidates: `FwdParams` and `BwdParams` to try beside the defaults; None takes a list made for the implementation.
       repeats: number of groups of calls, >= 1.
       path: where to write the result as JSON, for `load_tuned`; None writes nothing. The file must not exist. It
@@ -113,7 +113,7 @@ def tune(
     Raises:
       ValueError: an argument is out of its range, or the call would be wrong; says which and why.
       TypeError: ``mask`` describes no mask, or another argument is of a wrong type.
-      NotImplementedError: the named implementation cannot serve the call.
+      NotImplementedError: the named implementation does not support the call.
       OSError: the file cannot be written; FileExistsError: it is there already.
       ArithmeticError: the default's own result is not finite.
 
@@ -222,7 +222,7 @@ def _shapes(sizes: dict[str, int], dtype: np.dtype, sinks: bool) -> dict[str, ja
 
 
 def _tunable_implementation(call: TunedCall) -> str | None:
-    """Returns the implementation that serves the call with settings, if any; raises whatever is wrong with the call."""
+    """Returns the implementation that supports the call with settings, or None; raises what is wrong with the call."""
     jax.eval_shape(call.compiled(FwdParams(), BwdParams())[0], call.shapes, call.arrays)
     name = call.options["implementation"]
     for implementation in implementation_order(platform()) if name is None else (name,):

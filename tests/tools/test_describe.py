@@ -194,7 +194,7 @@ def test_describe_says_which_error_a_call_raises():
     layer = linen.SparseSelfAttention(implementation="hopper", dtype="bfloat16", **shared)
     assert runs(sl.describe(layer, device="a100")) == [
         "runs on a100, in bfloat16, 4 heads of 64, assuming 1 batch entry: NotImplementedError, hopper: it needs "
-        "compute capability 9.0, and this GPU has 8.0; implementation=None or 'xla' serves this call"
+        "compute capability 9.0, and this GPU has 8.0; implementation=None or 'xla' supports this call"
     ]
     layer = linen.SparseSelfAttention(implementation="cudnn", use_sinks=True, dtype="bfloat16", **shared)
     assert "NotImplementedError, cudnn: it does not know sinks;" in sl.describe(layer, device="a100")

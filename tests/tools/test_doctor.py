@@ -197,7 +197,7 @@ def test_steps_of_decoding_are_the_kernels(monkeypatch):
     *_, check = doctor.checks("xla")
     check = dataclasses.replace(check, length=75)
     if doctor.made_for("triton"):
-        assert "raised RuntimeError: the kernel does not serve a step" in str(doctor._result("triton", check))
+        assert "raised RuntimeError: the kernel does not support a step" in str(doctor._result("triton", check))
         monkeypatch.setattr(fused, "implementation_order", lambda _: ("triton",))
     assert doctor._result("triton", check).passed
     monkeypatch.setattr(fused, "attend", None)

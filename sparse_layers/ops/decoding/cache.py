@@ -139,8 +139,8 @@ class KVCache:
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
           max_step: the most tokens that a step adds, 1..seq_len, and that may be rolled back. Ring buffers are longer
             by ``max_step - 1`` rows.
-          implementation: of steps: "xla", or "triton", a kernel for NVIDIA GPUs. XLA serves calls that the kernel does
-            not support, and arrays that are sharded. None for "triton".
+          implementation: of steps: "xla", or "triton", a kernel for NVIDIA GPUs. XLA computes calls that the
+            kernel does not support, and arrays that are sharded. None for "triton".
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; a max_step

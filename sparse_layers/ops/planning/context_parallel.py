@@ -124,9 +124,9 @@ def min_received(mask_part: MaskPart) -> Received:
     exchange = mask_part.exchange
     if isinstance(exchange, AllToAll):
         return exchange.received(0)
-    most = max(exchange.received(rank).keys for rank in range(exchange.devices))
+    max_keys = max(exchange.received(rank).keys for rank in range(exchange.devices))
     # Remote keys are counted in blocks, which may be more than what the exchange receives.
-    keys = min(most, max(count_remote_keys(mask_part.masks, exchange.length, exchange.devices)))
+    keys = min(max_keys, max(count_remote_keys(mask_part.masks, exchange.length, exchange.devices)))
     return Received(keys, gradients=keys)
 
 
@@ -239,9 +239,9 @@ def _possible_exchanges(wish: RowOrderPair | None, mask: Mask, length: int, devi
         if divides and stride > 1 and stride % devices == 0:
             exchanges.append(AllToAll(length, devices, stride))
         halo = _find_halo(mask, length, devices, stride)
-        most = max(halo.received(rank).keys for rank in range(devices))
+        max_keys = max(halo.received(rank).keys for rank in range(devices))
         # A halo that reaches nearly all devices would take a hop for each; then one all-gather is better.
-        if halo.kv_rows <= 2 * halo.local_len or most <= (devices - 2) * halo.local_len:
+        if halo.kv_rows <= 2 * halo.local_len or max_keys <= (devices - 2) * halo.local_len:
             exchanges.append(halo)
         if divides or stride == 1:
             exchanges.append(AllGather(length, devices, RowOrder(length), stride))
@@ -268,12 +268,12 @@ def _find_halo(mask: Mask, length: int, devices: int, stride: int) -> Halo:
     first = np.arange(0, length, local_len)
     last = np.minimum(first + local_len, length) - 1
 
-    def reach(is_empty: Callable[[np.ndarray], np.ndarray], most: np.ndarray) -> int:
+    def reach(is_empty: Callable[[np.ndarray], np.ndarray], max_keys: np.ndarray) -> int:
         """Returns the least reach that suffices for all devices, by bisection."""
-        low, high = np.zeros_like(most), most
+        low, high = np.zeros_like(max_keys), max_keys
         while (low < high).any():
             middle = (low + high) // 2
-            suffices = is_empty(middle) | (middle >= most)
+            suffices = is_empty(middle) | (middle >= max_keys)
             low, high = np.where(suffices, low, middle + 1), np.where(suffices, middle, high)
         return int(high.max(initial=0))
 

@@ -83,7 +83,7 @@ TUNING = {
         min_jax=(0, 11, 1),
     ),
     "triton": _TRITON,
-    "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
+    "cudnn": _TRITON,  # it has no blocks; what it does not support goes to Triton
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }

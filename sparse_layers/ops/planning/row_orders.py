@@ -177,7 +177,7 @@ class RowOrder:
                 is_padding = is_padding | (position >= axis.phase + axis.kept)
             if axis.phase:
                 is_padding = is_padding | (position < axis.phase)
-        # Such rows would start over at the first tokens, or lie before these.
+        # Otherwise, padding rows would map to the first tokens, or to negative ones.
         is_padding = is_padding.astype(row.dtype) if hasattr(is_padding, "astype") else is_padding
         return token + is_padding * (self.length - token)
 

@@ -363,7 +363,7 @@ def test_calls_that_it_cannot_serve():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about machines without one")
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(hardware, "local_device", true_device)
-    served = "; implementation=None or 'xla' serves this call"
+    served = "; implementation=None or 'xla' supports this call"
     refused(f"triton: it needs an NVIDIA GPU, and JAX computes on cpu{served}", *arrays(t=8))
 
 

@@ -120,38 +120,42 @@ def _launch_step(
     positions: jax.Array,
     options: LogitScaling,
     sinks: jax.Array | None,
-    token: tuple[jax.Array, jax.Array, jax.Array] | None,
+    new_token: tuple[jax.Array, jax.Array, jax.Array] | None,
 ) -> Sequence[jax.Array]:
-    """Launches the kernels: returns the result of `attend`, or with a token (keys, values, slots) those of `step`."""
+    """Launches the kernels and returns (out,).
+
+    With a ``new_token`` (keys, values, slots), it writes that to the cache arrays in place, and returns (out, *keys,
+    *values).
+    """
     from ..gpu import bridge, hardware
     from ..gpu.hardware import padded_size
     from .decode_kernel import CacheArray, DecodeConstants, decode_kernel, merge_kernel
 
     device = hardware.local_device()
     assert isinstance(device, hardware.Device)
-    (queries, heads, group, size), value_size = query.shape, reads[0].values.shape[-1]
+    (queries, heads, queries_per_head, size), value_size = query.shape, reads[0].values.shape[-1]
     # All integers that the kernel reads are one array, which XLA makes in one fusion.
-    header = [jnp.broadcast_to(positions.astype(jnp.int32)[:, None, None], (queries, reads[0].rows.shape[1], 1))]
-    if token is not None:
-        header.append(token[2][:, None])
-    rows = jnp.concatenate([*header, *(x.rows for x in reads)], axis=-1)
-    list_starts = np.cumsum([sum(x.shape[-1] for x in header), *(x.rows.shape[-1] for x in reads)]).tolist()
+    leading_ints = [jnp.broadcast_to(positions.astype(jnp.int32)[:, None, None], (queries, reads[0].rows.shape[1], 1))]
+    if new_token is not None:
+        leading_ints.append(new_token[2][:, None])
+    rows = jnp.concatenate([*leading_ints, *(x.rows for x in reads)], axis=-1)
+    list_starts = np.cumsum([sum(x.shape[-1] for x in leading_ints), *(x.rows.shape[-1] for x in reads)]).tolist()
     cache_arrays = tuple(
         CacheArray(x.keys.shape[1], x.keys.shape[2], start, x.rows.shape[-1], x.stride)
         for x, start in zip(reads, list_starts, strict=False)
     )
     padded, itemsize = (padded_size(size), padded_size(value_size)), reads[0].keys.dtype.itemsize
     tile, stages = tile_and_stages(
-        group, padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
+        queries_per_head, padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
     )
-    count = sum(x.COUNT for x in cache_arrays)
-    splits = number_of_splits(count, tile, (size + value_size) * itemsize, queries * heads, device.multiprocessors)
+    num_rows = sum(x.COUNT for x in cache_arrays)
+    splits = number_of_splits(num_rows, tile, (size + value_size) * itemsize, queries * heads, device.multiprocessors)
     constants = DecodeConstants(
         TOKENS=queries // len(reads[0].keys),
         HEADS=heads,
-        GROUP=group,
-        LISTS=rows.shape[1],
-        LENGTH=rows.shape[2],
+        GROUP=queries_per_head,
+        LIST_HEADS=rows.shape[1],
+        ROW_INTS=rows.shape[2],
         H=size,
         HV=value_size,
         D=padded[0],
@@ -160,28 +164,28 @@ def _launch_step(
         SCALE=float(options.scale),
         CAP=0.0 if options.cap is None else float(options.cap),
         SINKS=sinks is not None,
-        WRITES=token is not None,
+        WRITES=new_token is not None,
         SPLITS=splits,
         STAGES=stages,
-        ROWS=rows_of_queries(group),
+        ROWS=rows_of_queries(queries_per_head),
         TILE=tile,
         PADDED_SPLITS=1 << (splits - 1).bit_length(),
     )
     unused = [query] * 2 * (MAX_ARRAYS - len(reads))  # stand for arrays that the kernel does not read
     arrays = [
         query,
-        *((query, query) if token is None else token[:2]),
+        *((query, query) if new_token is None else new_token[:2]),
         *(array for x in reads for array in (x.keys, x.values)),
         *unused,
         jnp.array([x.heads for x in reads], jnp.int32),
         rows,
         rows if sinks is None else base_2_sinks(sinks),
     ]
-    shape = queries, heads, group, value_size
-    lse = jax.ShapeDtypeStruct((queries, heads, splits, group), jnp.float32)
+    shape = queries, heads, queries_per_head, value_size
+    lse = jax.ShapeDtypeStruct((queries, heads, splits, queries_per_head), jnp.float32)
     out_shape = jax.ShapeDtypeStruct(shape, query.dtype)
     split_out = out_shape if splits == 1 else jax.ShapeDtypeStruct((*lse.shape, value_size), jnp.float32)
-    in_place = range(3, 3 + 2 * len(reads)) if token is not None else ()
+    in_place = range(3, 3 + 2 * len(reads)) if new_token is not None else ()
     settings: dict[str, Any] = {"constants": {"C": constants}, "num_warps": WARPS}
     out, split_lse, *written = bridge.call_triton(
         decode_kernel,
@@ -198,31 +202,31 @@ def _launch_step(
     return out, *written[::2], *written[1::2]
 
 
-def rows_of_queries(group: int) -> int:
-    """Returns the rows of a tile of ``group`` query heads; matrix products have at least 16."""
-    return 1 if group == 1 else max(16, 1 << (group - 1).bit_length())
+def rows_of_queries(queries_per_head: int) -> int:
+    """Returns the rows of a tile of ``queries_per_head`` query heads; matrix products have at least 16."""
+    return 1 if queries_per_head == 1 else max(16, 1 << (queries_per_head - 1).bit_length())
 
 
-def tile_and_stages(group: int, query_bytes: int, row_bytes: int, shared_memory: int) -> tuple[int, int]:
+def tile_and_stages(queries_per_head: int, query_bytes: int, row_bytes: int, shared_memory: int) -> tuple[int, int]:
     """Returns (rows of a tile of keys, stages that fit in shared memory); all stages but one hold a tile."""
-    stages = STAGES[group > 1]
-    room = shared_memory - OTHER_BYTES - rows_of_queries(group) * query_bytes
-    most = min(TILE_BYTES[group > 1], room // (stages - 1)) // row_bytes
-    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(most, 1).bit_length() - 1))
-    return rows, max(2, min(stages, room // (rows * row_bytes) + 1))
+    stages = STAGES[queries_per_head > 1]
+    available_bytes = shared_memory - OTHER_BYTES - rows_of_queries(queries_per_head) * query_bytes
+    max_rows = min(TILE_BYTES[queries_per_head > 1], available_bytes // (stages - 1)) // row_bytes
+    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(max_rows, 1).bit_length() - 1))
+    return rows, max(2, min(stages, available_bytes // (rows * row_bytes) + 1))
 
 
-def number_of_splits(count: int, tile: int, row_bytes: int, programs: int, multiprocessors: int) -> int:
-    """Returns the number of splits of each list of ``count`` rows; ``programs`` is the number of lists.
+def number_of_splits(num_rows: int, tile: int, row_bytes: int, programs: int, multiprocessors: int) -> int:
+    """Returns the number of splits of each list of ``num_rows`` rows; ``programs`` is the number of lists.
 
     A program ends when it has read its split, when its multiprocessor has read those of all its programs, or when the
     GPU has read all lists, whichever is last.
     """
 
     def cost(splits: int) -> float:
-        split_bytes = count * row_bytes / splits
+        split_bytes = num_rows * row_bytes / splits
         split_cost = split_bytes * max(1 / ONE_PROGRAM_RATE, -(-programs * splits // multiprocessors) / BUSY_SM_RATE)
-        return max(programs * count * row_bytes / multiprocessors, split_cost) + (MERGE_BYTES if splits > 1 else 0)
+        return max(programs * num_rows * row_bytes / multiprocessors, split_cost) + (MERGE_BYTES if splits > 1 else 0)
 
     numbers = (1 << i for i in range(MAX_SPLITS.bit_length()))
-    return min((n for n in numbers if n == 1 or n * tile <= count), key=cost)
+    return min((n for n in numbers if n == 1 or n * tile <= num_rows), key=cost)

@@ -42,7 +42,7 @@ class CacheArray(NamedTuple):
     ROWS: int  # of a head
     FIRST: int  # where the list begins
     COUNT: int  # rows in the list
-    STRIDE: int  # row i of the list is not seen before position i * CLASSES; 0 if that is unknown
+    STRIDE: int  # row i of the list is not seen before position i * STRIDE; 0 if that is unknown
 
 
 class DecodeConstants(NamedTuple):
@@ -51,8 +51,9 @@ class DecodeConstants(NamedTuple):
     TOKENS: int  # queries in a row of a sequence, neighbouring batch entries
     HEADS: int  # key heads that are read, each with:
     GROUP: int  # query heads
-    LISTS: int  # lists of rows of a query token: 1 or HEADS
-    LENGTH: int  # of the lists of all arrays, with the integers before them
+    LIST_HEADS: int  # lists of rows of a query token: 1 or HEADS
+    # Integers of a row of ``rows``: the position, with WRITES the flag and rows of the new token, then all lists.
+    ROW_INTS: int
     H: int
     HV: int
     D: int  # H and HV, rounded up to powers of two
@@ -61,7 +62,7 @@ class DecodeConstants(NamedTuple):
     SCALE: float
     CAP: float  # 0 for no soft cap
     SINKS: bool
-    WRITES: bool  # True to write a token and attend to it; before the lists come 0 if it is seen, else -1, and its rows
+    WRITES: bool  # True to write a token and attend to it; its flag is 0 if it is seen, else -1
     SPLITS: int  # programs that share a list
     STAGES: int  # tiles of keys that are on their way
     ROWS: int  # rows of a tile of queries, a power of two, 1 for a single query head; as are:
@@ -218,7 +219,7 @@ def decode_kernel(
     split, head, query = tl.program_id(0) % C.SPLITS, tl.program_id(0) // C.SPLITS, tl.program_id(1).to(tl.int64)
     row, sequence = tl.arange(0, C.ROWS), query // C.TOKENS
     vector = sequence * C.HEADS + head
-    rows += (query * C.LISTS + head % C.LISTS) * C.LENGTH
+    rows += (query * C.LIST_HEADS + head % C.LIST_HEADS) * C.ROW_INTS
     position = tl.load(rows)
     exists = row < C.GROUP
     q_head = q + (query * C.HEADS + head) * C.GROUP * C.H

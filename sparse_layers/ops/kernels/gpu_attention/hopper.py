@@ -24,7 +24,10 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 
 def not_preferred(call: Call, operands: Operands) -> str | None:
-    """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
+    """Returns the reason why another implementation is the better choice, or None.
+
+    Plain Triton may compute the whole forward pass anyway, or fewer products.
+    """
     from ..hopper_gpu import settings
     from .route import query_gather_unsupported, route
 

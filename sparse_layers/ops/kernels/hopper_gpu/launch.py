@@ -82,7 +82,7 @@ def _fused_lists(passes: tuple[Pass, ...], second_passes: tuple[Pass, ...], q: R
 
 
 def unsupported(group_pass: GroupPass, direction: str) -> str | None:
-    """Why these kernels do not do a pass, "forward" or "backward", or None; the latter computes dq, dk and dv."""
+    """Returns the reason why these kernels cannot compute a pass, or None. "backward" computes dq, dk and dv."""
     if group_pass.fused_with is not None:  # a reason against one pass holds for both
         reasons = [unsupported(one, direction) for one in group_pass.unfused()]
         if any(reasons):

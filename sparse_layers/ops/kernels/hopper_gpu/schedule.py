@@ -255,7 +255,7 @@ def split_by_query_ranges(
     key_heads: np.ndarray,
     batch: int,
     programs: int,
-    queries: int,
+    block_queries: int,
     query_bytes: int,
 ) -> tuple[Any, np.ndarray] | tuple[None, None]:
     """Splits lists by ranges of queries, if programs would otherwise drift apart by more than L2 holds.
@@ -272,29 +272,29 @@ def split_by_query_ranges(
       (order of the work tiles, splits), see `split_long_lists`, or (None, None). If all heads have the same list,
       splits are of head 0: split i of head h and batch entry b is work tile ``(b * heads + h) * len(splits) + i``.
     """
-    # Entries of a program and a key head.
-    entries = lists.counts[0, ..., 1].sum(1)[list_of_head].sum() / len(np.unique(key_heads)) / programs
+    # Mean number of list entries of a program within a key head.
+    entries_per_program = lists.counts[0, ..., 1].sum(1)[list_of_head].sum() / len(np.unique(key_heads)) / programs
     first, end = (lists.spans[0, ..., i].ravel() for i in (0, 2))
     nonempty = np.flatnonzero(end > first)  # in the order of their entries, as the lists are known beforehand
     if not len(nonempty):
         return None, None
-    heads_in_flight, heads = max(1.0, programs * len(lists.spans[0]) / len(nonempty)), batch * len(list_of_head)
-    block_bytes = query_bytes * queries * heads_in_flight
-    range_blocks = max(math.ceil(MIN_RANGE / queries), int(CACHED_BYTES / block_bytes))
-    if heads_in_flight >= heads or len(lists.inner_block) < range_blocks * len(nonempty):
+    heads_in_flight, batch_heads = max(1.0, programs * len(lists.spans[0]) / len(nonempty)), batch * len(list_of_head)
+    block_bytes = query_bytes * block_queries * heads_in_flight
+    range_blocks = max(math.ceil(MIN_RANGE / block_queries), int(CACHED_BYTES / block_bytes))
+    if heads_in_flight >= batch_heads or len(lists.inner_block) < range_blocks * len(nonempty):
         return None, None
     reach = np.zeros(len(first), np.int64)
     reach[nonempty] = 1 + np.subtract(
         *(f.reduceat(lists.inner_block, first[nonempty]) for f in (np.maximum, np.minimum))
     )
-    distance = _mean_distance(reach.reshape(len(lists.spans[0]), -1), programs) + entries / STRAY_ENTRIES
+    distance = _mean_distance(reach.reshape(len(lists.spans[0]), -1), programs) + entries_per_program / STRAY_ENTRIES
     if distance * block_bytes <= 2 * CACHED_BYTES:
         return None, None
-    line, query_range = np.repeat(nonempty, (end - first)[nonempty]), lists.inner_block // range_blocks
-    split_starts = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(query_range, prepend=-1))
-    list_number, block = np.divmod(line[split_starts], lists.spans.shape[2])
-    skipped = split_starts - first[line[split_starts]]
-    steps = np.diff(split_starts, append=len(line))
+    list_of_entry, query_range = np.repeat(nonempty, (end - first)[nonempty]), lists.inner_block // range_blocks
+    split_starts = np.flatnonzero(np.diff(list_of_entry, prepend=-1) | np.diff(query_range, prepend=-1))
+    list_number, block = np.divmod(list_of_entry[split_starts], lists.spans.shape[2])
+    first_entry = split_starts - first[list_of_entry[split_starts]]
+    steps = np.diff(split_starts, append=len(list_of_entry))
     order, splits = np.lexsort((-steps, -query_range[split_starts])), []
     same_list = bool((list_of_head == list_of_head[0]).all())
     for head, list_of_this_head in enumerate(list_of_head[:1] if same_list else list_of_head):
@@ -303,13 +303,13 @@ def split_by_query_ranges(
             block[splits_of_list],
             head,
             head + 1,
-            skipped[splits_of_list],
-            skipped[splits_of_list] + steps[splits_of_list],
+            first_entry[splits_of_list],
+            first_entry[splits_of_list] + steps[splits_of_list],
         )
         splits.append(np.stack(np.broadcast_arrays(*split), axis=1))
     splits = np.concatenate(splits).astype(np.int32)
     # By JAX, so that the compiled program computes the order: as a constant it would have millions of numbers.
-    return jnp.arange(len(splits) * (heads if same_list else batch), dtype=np.int32), splits
+    return jnp.arange(len(splits) * (batch_heads if same_list else batch), dtype=np.int32), splits
 
 
 def _mean_distance(reach: np.ndarray, programs: int) -> float:

@@ -23,7 +23,7 @@ KERNELS = "kv_outer", "dkv_with_dq"  # names of their settings
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why the selections of a call cannot be computed this way, or None."""
+    """Returns the reason why the selections of a call cannot be computed this way, or None."""
     selection = operands.selection
     if selection is None or not selection.ids.shape[-1]:
         return "the call has no selection"
