@@ -1,4 +1,4 @@
-"""An attention layer and the residual block for Haiku, with Haiku's parameters and the numbers of those for NNX."""
+"""An attention layer and the residual block for Haiku: Haiku's parameters, the same results as the NNX layers."""
 
 import functools
 from collections.abc import Callable

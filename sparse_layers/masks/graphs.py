@@ -361,7 +361,7 @@ def _is_sorted(indptr: np.ndarray, indices: np.ndarray) -> bool:
 
 
 def _checked_rows(indptr: Any, indices: Any, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the fields of a graph as read-only arrays of its own."""
+    """Returns copies of a graph's rows, int64 and int32; raises ValueError unless they are CSR with ascending keys."""
     indptr, indices = np.array(indptr, np.int64), np.array(indices, np.int32)
     _check_rows(indptr, indices, num_keys)
     if not _is_sorted(indptr, indices):

@@ -280,7 +280,7 @@ class Rope:
         return (head_size // (2 * axes),) * axes
 
     def frequencies(self, pairs: int) -> np.ndarray:
-        """Returns the radians per step on an axis of each of its pairs, float64 [pairs]."""
+        """Returns the frequency of each pair of an axis, in radians per position, float64 [pairs]."""
         return _frequencies(self.theta, pairs) if self.scaling is None else self.scaling.frequencies(self.theta, pairs)
 
     def coordinates(self, positions: jax.Array) -> list[jax.Array]:

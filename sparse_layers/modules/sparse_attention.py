@@ -62,10 +62,13 @@ class SparseAttention(nnx.MultiHeadAttention):
         check_stream(rngs, "params", "the parameters")
         refuse_dropout(dropout_rate)
         qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
-        flax: dict[str, Any] = dict(options)
-        use_sinks, epsilon = flax.pop("use_sinks", False), flax.pop("norm_epsilon", 1e-6)
-        biases, norm = projections_with_bias(flax.pop("use_bias", True)), flax.pop("normalize_qk", False)
-        kernels = {name: flax.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
+        flax_options: dict[str, Any] = dict(options)
+        use_sinks, epsilon = flax_options.pop("use_sinks", False), flax_options.pop("norm_epsilon", 1e-6)
+        biases, norm = (
+            projections_with_bias(flax_options.pop("use_bias", True)),
+            flax_options.pop("normalize_qk", False),
+        )
+        kernel_options = {name: flax_options.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
         step = attention_step(
             pattern,
             lengths,
@@ -74,7 +77,7 @@ class SparseAttention(nnx.MultiHeadAttention):
             qkv_features // num_heads,
             options.get("dtype"),
             rope=resolve_rope(rope, rope_theta),
-            **kernels,
+            **kernel_options,
         )
         super().__init__(
             num_heads,
@@ -88,13 +91,13 @@ class SparseAttention(nnx.MultiHeadAttention):
             use_bias=bool(biases),
             normalize_qk=bool(norm),
             rngs=rngs,
-            **flax,
+            **flax_options,
         )
         for name in set(PROJECTIONS) - biases if biases else ():
             projection = getattr(self, name)
             projection.use_bias, projection.bias = False, nnx.data(None)
         if norm:
-            metadata = {name: flax.get(f"{name}_scale_metadata", {}) for name in ("query_ln", "key_ln")}
+            metadata = {name: flax_options.get(f"{name}_scale_metadata", {}) for name in ("query_ln", "key_ln")}
             self._set_qk_norms(norm, epsilon, metadata, rngs)
         # Arrays are kept as masks: NNX would take an array for state, not for part of the layer's definition.
         self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else step.fn.masks

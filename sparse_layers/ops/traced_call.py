@@ -37,7 +37,7 @@ class TracedCall(NamedTuple):
     backward: tuple[bridge.RecordedLaunch, ...]  # those of the backward pass
     # Sentences about the launches: why some are not the implementation's own, and which ones are not listed.
     notes: tuple[str, ...]
-    # The message of the NotImplementedError that the call raises if it names an implementation that does not support it.
+    # The message of the NotImplementedError that the call raises if the implementation that it names is unsupported.
     error: str | None = None
 
     def __str__(self) -> str:

@@ -190,10 +190,11 @@ class Scorer(abc.ABC):
         return int(np.minimum(position + 1, (self.count - 1) * self.block + in_own_block).sum())
 
     def work(self, length: int, groups: int = 1, head_size: int = 128) -> float:
-        """Returns the cost of a head's scores, in pairs of attention that cost the same.
+        """Returns the cost of a head's scores, in (query, key) pairs of attention.
 
         Scores take one product of a query with each window in its past; a pair of attention takes two. Pooling and the
-        search for the highest scores are not counted. The ``groups`` query heads of a key head share an index.
+        search for the highest scores are not counted. With an index, the ``groups`` query heads of a key head share the
+        cost.
         """
         size, stride = self.window
         scored = int(np.maximum(0, (np.arange(1, length + 1) - size) // stride + 1).sum())
@@ -360,7 +361,7 @@ class Scorer(abc.ABC):
           position, start: int [B or 1, R], the queries' positions, and the first tokens of their documents.
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
-          fused: True if a kernel selects, and one computes the scores if it knows the formula.
+          fused: True to select by a GPU kernel, and to score by one if it has this scorer's formula.
           order: order ids of the queries [B, R], and the limits of the keys; or None.
         """
         blocks, (size, stride), places = -(-length // self.block), self.window, (position, start)
@@ -377,8 +378,8 @@ class Scorer(abc.ABC):
             scores = self.scores(query, pooled, seen, factor)[..., :blocks]
         if sees_window is not None and self.window == (self.block, self.block):
             # A method may score windows that are not seen. Hidden keys must not count, so these blocks come last.
-            is_whole = sees_window[:, :, None, : scores.shape[-1]]
-            scores = jnp.where(is_whole, scores, jnp.finfo(scores.dtype).min)
+            sees_all_keys = sees_window[:, :, None, : scores.shape[-1]]
+            scores = jnp.where(sees_all_keys, scores, jnp.finfo(scores.dtype).min)
         heads = (query if self.per_query_head else pooled).shape[2]
         if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
             raise ValueError(

@@ -41,7 +41,7 @@ class Call:
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:
-        """The plan's chains. A call without a run-time mask has a plan."""
+        """The chain of each mask of the plan. A call with a run-time mask has no plan, and no chains."""
         assert self.plan is not None
         return self.plan.chains
 

@@ -1,7 +1,7 @@
 """The implementation "xla": block-sparse attention in plain XLA, the default on CPU and the fallback elsewhere.
 
-A pass loops over its block lists, of query blocks in the forward pass and of key blocks in the backward pass: free
-entries first, which need no mask, then masked ones. No array of size T x S exists, and the work is proportional to the
+A pass loops over its block lists, of query blocks in the forward pass and of key blocks in the backward pass: FULL
+entries first, which need no mask, then PARTIAL ones. No array of size T x S exists, and the work is proportional to the
 active blocks. Arithmetic is in float32 (float64 for float64 inputs).
 
 Blocks are laid out [list and block, B, K, rows, H]: one index selects contiguous memory, and one batched matrix product
@@ -227,6 +227,7 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
     shift = jnp.where(shift == -jnp.inf, 0, shift)
 
     def attend_pair(by_query, kv, allowed):
+        """Returns (sum of p, p @ v) of one pair of blocks, with p = exp(scores - shift), and no sums by key."""
         (q, shift), (k, v) = by_query, kv
         p = _exp_below_lse(_masked_scores(call, q, k, allowed)[0], shift[..., None])
         return (p.sum(-1), jnp.einsum("bkqs,bksd->bkqd", p, v, precision=_arithmetic(v)[1])), ()
@@ -471,7 +472,7 @@ class _Blocks:
         return state
 
     def allowed(self, outer: _OuterBlock, q_block: jax.Array, kv_block: jax.Array, entry: jax.Array) -> jax.Array:
-        """Returns bools [.., G * bq, bkv]: the pairs of a masked entry that may attend."""
+        """Returns bools [.., G * bq, bkv]: the pairs of a PARTIAL entry that may attend."""
         (bq, bkv), pass_blocks, lists = self.pass_blocks.shape, self.pass_blocks, self.lists
         limits = [jnp.ones((bq, bkv), bool)]
         if pass_blocks.rule is not None:

@@ -1,4 +1,4 @@
-"""A hint for masks that change from call to call: as tables, each of them is planned and compiled anew."""
+"""Warns of masks that change from call to call: each table, a mask without a computable rule, compiles anew."""
 
 import warnings
 
@@ -11,7 +11,7 @@ _recent: dict[int, None] = {}  # hashes of tables, since one of them was last as
 
 
 def note_masks(masks: tuple[Mask, ...]) -> None:
-    """Counts the tables that are planned one after the other, none of them again later, and warns once of too many."""
+    """Warns once if more than `MAX_TABLES` masks without a computable rule are planned, and none is planned again."""
     if len(_recent) > MAX_TABLES or all(mask.computable for mask in masks):
         return
     number = hash(masks)

@@ -34,7 +34,7 @@ class CacheRead:
     values: jax.Array
     heads: tuple[int, ...]  # heads of the arrays that are read; entry i is that of the i-th group of query heads
     rows: jax.Array  # int32 [B * S, 1 or heads, L], list of rows of a head that a query sees, -1 for none
-    stride: int = 0  # entry i of a list is not seen before position i * classes; 0 if that is unknown
+    stride: int = 0  # entry i of a list is not seen before position i * stride; 0 if that is unknown
 
 
 class LogitScaling(NamedTuple):

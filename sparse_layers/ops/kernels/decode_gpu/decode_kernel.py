@@ -198,7 +198,7 @@ def _load_step_rows(step, reads, rows, C: tl.constexpr):
 @triton.jit
 def decode_kernel(
     q,  # [B * TOKENS, HEADS, GROUP, H]
-    new_k,  # [B, HEADS, H] if WRITES, as
+    new_k,  # [B, HEADS, H] if WRITES
     new_v,  # [B, HEADS, HV]
     k0,  # [B, ARRAYS[0].HEADS, ARRAYS[0].ROWS, H] and so on, as many as ARRAYS has
     v0,
@@ -209,16 +209,16 @@ def decode_kernel(
     k3,
     v3,
     heads,  # int32 [arrays, HEADS], heads of the arrays
-    rows,  # int32 [B * TOKENS, LISTS, LENGTH]: the position, if WRITES seen and rows, and lists of rows, -1 for none
+    rows,  # int32 [B * TOKENS, LIST_HEADS, ROW_INTS], see `DecodeConstants`; row -1 is none
     sinks,  # float32 [HEADS, GROUP] if SINKS
-    out,  # [B * TOKENS, HEADS, GROUP, HV], or with splits float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV], as
+    out,  # [B * TOKENS, HEADS, GROUP, HV], or with splits float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV]
     lse,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP], to base 2
     C: tl.constexpr,
 ):
-    """Computes attention of each query, or of each of its splits; grid (SPLITS of HEADS, B * TOKENS)."""
+    """Computes attention of each query, or of each of its splits; grid (HEADS * SPLITS, B * TOKENS)."""
     split, head, query = tl.program_id(0) % C.SPLITS, tl.program_id(0) // C.SPLITS, tl.program_id(1).to(tl.int64)
     row, sequence = tl.arange(0, C.ROWS), query // C.TOKENS
-    vector = sequence * C.HEADS + head
+    kv_head_index = sequence * C.HEADS + head
     rows += (query * C.LIST_HEADS + head % C.LIST_HEADS) * C.ROW_INTS
     position = tl.load(rows)
     exists = row < C.GROUP
@@ -226,7 +226,9 @@ def decode_kernel(
     q_tile = load_rows(addresses(q_head, row, C.H, C.D, False), exists, C.H, C.D, True)  # [ROWS, D]
     dtype: tl.constexpr = q.dtype.element_ty
 
-    new = _load_new_token(q_tile, new_k, new_v, k0.dtype.element_ty, v0.dtype.element_ty, rows, position, vector, C)
+    new = _load_new_token(
+        q_tile, new_k, new_v, k0.dtype.element_ty, v0.dtype.element_ty, rows, position, kv_head_index, C
+    )
     m_i, l_i, acc = _initial_state(q_tile, new, sinks, head, C)  # [ROWS], [ROWS], [ROWS, DV]
     if C.SPLITS > 1:  # sinks and the new token count once
         m_i, l_i = tl.where(split > 0, float("-inf"), m_i), tl.where(split > 0, 0.0, l_i)

@@ -274,9 +274,8 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
         q_tile_in_block = step % STEPS_PER_BLOCK
         q_block = gl.load(lists.entries + entry)
         stage = pipeline_step % F.STAGES
-        zero = (
-            pipeline_step >> 30
-        )  # 0, computed: the compiler would keep, and spill, addresses that follow from a constant
+        # 0, computed: the compiler would keep, and spill, addresses that follow from a constant.
+        zero = pipeline_step >> 30
         k_tile = as_matrix(buffers.k.index(zero), KV.BLOCK, D)  # [N, D]
         v_tile = as_matrix(buffers.v.index(zero), KV.BLOCK, D)  # [N, D]
         q_tile = as_matrix(buffers.q.index(stage), M, D)  # [M, D]

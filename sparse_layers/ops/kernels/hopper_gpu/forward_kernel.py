@@ -341,7 +341,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         q_stage = iteration % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + GROUP
         q_tile = as_matrix(buffers.q.index(q_stage), GROUP_ROWS, A.D)  # [64, D]
         if F.HAS_EARLIER:  # it is needed last, and comes while the work tile is computed
-            tma.store_wait(0)  # where the results of the work tile before were staged
+            tma.store_wait(0)  # out_tile still holds the previous results
             expect_tile(descs.earlier_out, batch, q_block * Q.BLOCK + row_in_tile, pass_head,
                         ready.earlier_out.index(GROUP), out_tile, Q, A.D)  # fmt: skip
         mbarrier.wait(ready.q.index(q_stage), iteration // F.Q_STAGES & 1)
@@ -385,7 +385,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             earlier_out = as_matrix(out_tile, GROUP_ROWS, D).load(O_LAYOUT).to(gl.float32)
             acc += earlier_out * gl.convert_layout(earlier_weight, O_ROWS)[:, None]
         iteration += 1
-        # Its loads are on their way while the results of this work tile go out.
+        # Fetched now, so that its loads overlap the stores of this work tile.
         next_work_tile = _next_work_tile(queue, iteration, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
 
         is_empty = l_i == 0

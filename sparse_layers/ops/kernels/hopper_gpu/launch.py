@@ -52,7 +52,7 @@ class _PreparedLaunch(NamedTuple):
 
 
 def scaled_neg_lse(lse: jax.Array, call: Call) -> jax.Array:
-    """Returns -lse scaled, from which backward accumulators start, so that q.k sums to log-weights; -inf stays."""
+    """Returns -lse in units of the accumulator, which starts there: adding q . k gives log p, unscaled; -inf stays."""
     return jnp.where(
         lse == -jnp.inf, lse, lse * (-math.log2(math.e) / softmax_scale_log2(call.scale, call.soft_cap or 0.0))
     )

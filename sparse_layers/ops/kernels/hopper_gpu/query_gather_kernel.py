@@ -232,7 +232,8 @@ def _query_gather_steps(first_step, end_step, dk, dv, dq_rows, GROUP: gl.constex
         if MASKED:
             scores = _apply_mask(scores, buffers.mask_words.index(stage), GROUP, KV, F, S_LAYOUT)
         p = recompute_p(scores, neg_lse, A)  # [64, M]
-        # It is over, but a branch: ptxas would move the next wait before the exponentials.
+        # This phase is already complete. The wait is a branch: without it, ptxas moves the wait for dp before the
+        # exponentials.
         mbarrier.wait(ready.q_dout.index(stage), n // F.STAGES & 1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         delta = buffers.delta.index(stage).load(S_LAYOUT)  # [1, M]

@@ -79,11 +79,11 @@ def _split_to_fit(function: Callable[..., Any], call: Call, operands: Operands, 
         mask=None,
     )
 
-    def run(arguments):
-        arrays, *rest = arguments
-        return function(arrays._replace(mask=operands.mask), *rest)
+    def compute_split(arguments):
+        operands_of_split, *by_query = arguments
+        return function(operands_of_split._replace(mask=operands.mask), *by_query)  # every split has the same mask
 
-    return jax.tree.map(merge, jax.lax.map(run, (split_operands, *map(split, by_query))))
+    return jax.tree.map(merge, jax.lax.map(compute_split, (split_operands, *map(split, by_query))))
 
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -5,8 +5,8 @@
 **Selection is a search for a threshold.** The COUNT-th largest score of a row is found by bisection. A round counts the
 scores that reach a threshold, and keeps the side with the COUNT-th.
 
-**Thresholds are keys, integers in the order of floats.** To halve keys ends after 32 rounds. Every other round halves
-numbers, which is faster where scores lie close together.
+**Thresholds are sort keys: int32 in the order of floats.** Bisecting sort keys ends after 32 rounds. Every other round
+bisects floats, which is faster where scores lie close together.
 
 **The last scores are looked up.** Where hardly any is missing, a round tries the next lower score. Equal scores, as of
 InfLLM's neighbours that share their best window, have no threshold between them, and bisection would take 32 rounds.
@@ -96,13 +96,13 @@ def _reorder(x):
 
 
 @triton.jit
-def _number(key):
+def _float_of(key):
     """Returns the float of a key."""
     return _reorder(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _key(number):
+def _sort_key(number):
     """Returns the key of a float."""
     return _reorder(number.to(tl.int32, bitcast=True))
 
@@ -166,14 +166,14 @@ def _bisect(scores, low, high, reach_low, reach_high, C: tl.constexpr):
     while _any(is_open):
         half = (low & high) + ((low ^ high) >> 1)
         if step % 2 == 0:
-            half = _key(_number(low) * 0.5 + _number(high) * 0.5)
+            half = _sort_key(_float_of(low) * 0.5 + _float_of(high) * 0.5)
         middle = tl.maximum(tl.minimum(half, high - 1), low + 1)
         # Where hardly any are missing, the next one below: of equal ones, bisection would take 32 rounds.
         few = tl.max((is_open & (C.COUNT - reach_high > FEW)).to(tl.int32), 0) == 0
         if few:
-            below = tl.where(scores < _number(high)[:, None, None], scores, float("-inf"))
-            middle = tl.maximum(_key(tl.max(tl.max(below, 1), 1)), low)
-        reach = _count_true(scores >= _number(middle)[:, None, None])
+            below = tl.where(scores < _float_of(high)[:, None, None], scores, float("-inf"))
+            middle = tl.maximum(_sort_key(tl.max(tl.max(below, 1), 1)), low)
+        reach = _count_true(scores >= _float_of(middle)[:, None, None])
         up, down = is_open & (reach >= C.COUNT), is_open & (reach < C.COUNT)
         low, reach_low = tl.where(up, middle, low), tl.where(up, reach, reach_low)
         high, reach_high = tl.where(down, middle, high), tl.where(down, reach, reach_high)
@@ -187,7 +187,7 @@ def _drop_last_equals(scores, block, low, interval, C: tl.constexpr):
     """Drops the last of equal scores from low to high, where more than COUNT scores reach low."""
     tied = (interval.reach_low > C.COUNT) & (interval.reach_high < C.COUNT)
     if _any(tied):
-        above, below = _number(interval.high)[:, None, None], _number(low)[:, None, None]
+        above, below = _float_of(interval.high)[:, None, None], _float_of(low)[:, None, None]
         equal = (scores >= below) & (scores < above)
         first, final = tl.where(equal, block, C.SPAN - 1), tl.where(equal, block, 0)
         # Blocks before which few enough lie, and too many: one is missing at least, and all may be few enough.
@@ -232,16 +232,18 @@ def _select_blocks(scores, ids, rows, C: tl.constexpr):
     scores = tl.where(may & must, float("inf"), scores)
 
     low, top = q_block * 0 - 2139095040, tl.max(largest, 1)  # nothing below the smallest number is selected
-    high = tl.where(top == 0, 1 << 23, _key(top) + 1)  # zeros are equal, and smaller numbers than 2 ** -126 may be, too
+    high = tl.where(
+        top == 0, 1 << 23, _sort_key(top) + 1
+    )  # zeros are equal, and smaller numbers than 2 ** -126 may be, too
     if C.WORDS >= C.COUNT:  # as many scores as there are words reach the smallest of the largest ones
-        low = tl.maximum(low, _key(tl.min(largest, 1)))
+        low = tl.maximum(low, _sort_key(tl.min(largest, 1)))
     reach_low = q_block - first_block + 1  # a bound; the number that reaches high is exact
     reach_high = tl.minimum(reach_low, C.FIRST + C.LOCAL)
     interval = _bisect(scores, low, high, reach_low, reach_high, C)
     # Scores from low to high are not missing, or all selected, or equal: then the first ones are.
     low = tl.where(interval.reach_high < C.COUNT, interval.low, interval.high)
     scores = _drop_last_equals(scores, block, low, interval, C)
-    _store_ids(ids, scores >= _number(low)[:, None, None], rows, C)
+    _store_ids(ids, scores >= _float_of(low)[:, None, None], rows, C)
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def _dq_pass(work_tile, steps_before, span, dq, queries, kv, lists, gradients, A
 
 @triton.jit
 def _load_queries(pointers, q_ids, batch, head, q_rows, A: tl.constexpr, Q: tl.constexpr):
-    """Loads the `BackwardQueryTile` of a program; ``pointers`` are those of `QueryPointers` to whole arrays."""
+    """Loads the `BackwardQueryTile` of a program; ``pointers`` point to whole arrays, not to a head."""
     token, row_in_block, exists = q_rows.token, q_rows.row_in_block, q_rows.exists
     base = pointers.q + (batch * A.T * A.HEADS + head) * A.H
     vectors = query_addresses(base, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
@@ -262,7 +262,7 @@ def dq_kernel(
     EARLIER: tl.constexpr,
     EARLIER_KV: tl.constexpr,
     OUT: tl.constexpr,
-    WITH_DKV: tl.constexpr,  # every key is in one list of the first pass only, so its dk and dv are complete there
+    WITH_DKV: tl.constexpr,  # each key is in one list, so one step completes its dk and dv; never with a second pass
 ):
     """Computes dq of one work tile; grid as that of `triton_forward_kernel`."""
     batch = tl.program_id(1).to(tl.int64)
@@ -437,7 +437,7 @@ def dkv_kernel(
     WITH_DQ: tl.constexpr,  # every row of queries is in one list only, so its dq is complete there
     IN_PLACE: tl.constexpr,  # dk and dv are written over those of earlier passes
 ):
-    """Computes dk and dv of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
+    """Computes dk and dv of one work tile; grid ((work tiles or splits) * tiles of a block, B)."""
     batch = tl.program_id(1).to(tl.int64)
     work_tile = load_work_tile(Schedule(work_tiles, splits), batch, KV, A.KV_HEADS, KV.PACK, W)
     kv_head = work_tile.head

@@ -228,7 +228,7 @@ def triton_forward_kernel(
     OUT: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Computes attention of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
+    """Computes attention of one work tile; grid ((work tiles or splits) * tiles of a block, B)."""
     batch = tl.program_id(1).to(tl.int64)
     work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.PASS_HEADS, Q.PACK, W)
     pass_head, q_block = work_tile.head, work_tile.block
