@@ -64,10 +64,8 @@ class SparseAttention(nnx.MultiHeadAttention):
         qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
         flax_options: dict[str, Any] = dict(options)
         use_sinks, epsilon = flax_options.pop("use_sinks", False), flax_options.pop("norm_epsilon", 1e-6)
-        biases, norm = (
-            projections_with_bias(flax_options.pop("use_bias", True)),
-            flax_options.pop("normalize_qk", False),
-        )
+        biases = projections_with_bias(flax_options.pop("use_bias", True))
+        norm = flax_options.pop("normalize_qk", False)
         kernel_options = {name: flax_options.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
         step = attention_step(
             pattern,
