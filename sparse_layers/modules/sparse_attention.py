@@ -67,16 +67,9 @@ class SparseAttention(nnx.MultiHeadAttention):
         biases = projections_with_bias(flax_options.pop("use_bias", True))
         norm = flax_options.pop("normalize_qk", False)
         kernel_options = {name: flax_options.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
-        step = attention_step(
-            pattern,
-            lengths,
-            num_heads,
-            num_heads if num_kv_heads is None else num_kv_heads,
-            qkv_features // num_heads,
-            options.get("dtype"),
-            rope=resolve_rope(rope, rope_theta),
-            **kernel_options,
-        )
+        heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features // num_heads
+        rope = resolve_rope(rope, rope_theta)
+        step = attention_step(pattern, lengths, *heads, options.get("dtype"), rope=rope, **kernel_options)
         super().__init__(
             num_heads,
             in_features,
