@@ -117,7 +117,7 @@ def test_steps_made_at_run_time(transposed):
 
     @jax.jit
     def made(ids):
-        lists = candidates.limit((ids, ids), None, (RowOrder(96),) * 2, (16, 16)).lists(transposed)
+        lists = candidates.limit_by_ids((ids, ids), None, (RowOrder(96),) * 2, (16, 16)).lists(transposed)
         steps = Steps.of(lists, True, "a pass")
         return lists, steps.words, steps.tiles, steps.count
 

@@ -188,10 +188,10 @@ def _compact_lists(pairs: BlockPairs, starts: np.ndarray, transposed: bool) -> B
     outputs[3] = outputs[3] if active_query_groups is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
     sizes = CompactSizes(n, heads, blocks, len(inner), len(tile), CHUNK, active_query_groups is not None, FULL)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
-    spans, block, tile, active_query_groups = bridge.call_triton(
+    spans, block, tile, out_active_query_groups = bridge.call_triton(
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
-    active_query_groups = None if active_query_groups is None else active_query_groups
+    active_query_groups = None if active_query_groups is None else out_active_query_groups
     return BlockLists(spans, block, tile, active_query_groups, pairs.num_blocks[not transposed], pairs.heads_per_list)
 
 
