@@ -76,7 +76,7 @@ def attention(name: str, *grid_tile_cube: Grid) -> Attention:
 
 def allowed_pairs(name: str, grid: Grid, tile: Grid, cube: Grid, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Returns the pairs that may attend, bool [N or 1, T, T], for q and k [T, N, H]."""
-    place = np.stack(np.unravel_index(np.arange(math.prod(grid)), grid), axis=1)
+    coordinates = np.stack(np.unravel_index(np.arange(math.prod(grid)), grid), axis=1)
     if name == "dense":
         return np.ones((1, 1, 1), bool)
     if name == "radial":
@@ -86,11 +86,11 @@ def allowed_pairs(name: str, grid: Grid, tile: Grid, cube: Grid, q: np.ndarray, 
         power = 2 ** np.floor(np.log2(np.maximum(frames, 1))).astype(int)
         return (((tokens + 1) * power <= size) | ((tokens == 0) & (frames % -(-power // size) == 0)))[None]
     if name == "sliding tiles":
-        number = place // tile
+        number = coordinates // tile
         first = np.clip(number - 1, 0, -(-np.array(grid) // tile) - 3)[:, None]
         return np.all((first <= number) & (number < first + 3), axis=-1)[None]
     counts = -(-np.array(grid) // cube)
-    number = np.ravel_multi_index(tuple((place // cube).T), tuple(counts))
+    number = np.ravel_multi_index(tuple((coordinates // cube).T), tuple(counts))
     members = (number == np.arange(counts.prod())[:, None]).astype(np.float64)
     mean_q, mean_k = (np.einsum("ct,tnh->cnh", members, x) / members.sum(1)[:, None, None] for x in (q, k))
     scores = np.einsum("cnh,dnh->ncd", mean_q, mean_k)
@@ -156,8 +156,8 @@ def rotated(x: jax.Array, grid: Grid) -> jax.Array:
     """Rotates pairs of features of [B, T, N, H] by the frame, the row and the column of their token."""
     half = x.shape[-1] // 2
     sizes = (half - 2 * (half // 3), half // 3, half // 3)  # pairs for each axis
-    place = np.unravel_index(np.arange(math.prod(grid)), grid)
-    angles = [p[:, None] * 10000.0 ** (-np.arange(n) / n) for p, n in zip(place, sizes, strict=True)]
+    coordinates = np.unravel_index(np.arange(math.prod(grid)), grid)
+    angles = [p[:, None] * 10000.0 ** (-np.arange(n) / n) for p, n in zip(coordinates, sizes, strict=True)]
     angle = np.concatenate(angles, axis=1)[:, None]
     cos, sin = (jnp.asarray(f(angle), x.dtype) for f in (np.cos, np.sin))
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -176,7 +176,7 @@ def block(attend: Attention, options: argparse.Namespace) -> Callable[..., jax.A
             q, k = rotated(q, options.grid), rotated(k, options.grid)
         return linear(attend(q, k, v), weights, f"{one}_out")
 
-    def run(weights: Any, x: jax.Array, text: jax.Array, noise: jax.Array) -> jax.Array:
+    def apply_block(weights: Any, x: jax.Array, text: jax.Array, noise: jax.Array) -> jax.Array:
         modulation = (weights["modulation"] + noise).astype(jnp.float32)[:, :, None]
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.swapaxes(0, 1)
         y = (normalized(x) * (1 + scale) + shift).astype(x.dtype)
@@ -187,7 +187,7 @@ def block(attend: Attention, options: argparse.Namespace) -> Callable[..., jax.A
         y = linear(jax.nn.gelu(linear(y, weights, "up")), weights, "down")
         return x + (y * mlp_gate).astype(x.dtype)
 
-    return run
+    return apply_block
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------
@@ -220,11 +220,11 @@ def programs(name: str, options: argparse.Namespace) -> Iterator[tuple[Any, ...]
     yield forward_backward(attend, 3), *arrays, dout
     x, text = arrays.pop().reshape(dout.shape), draw(1, options.text, options.width)
     del arrays
-    run, weights, noise = block(attend, options), random_weights(options), draw(1, 6, options.width)
-    yield run, weights, x, text, noise
+    apply, weights, noise = block(attend, options), random_weights(options), draw(1, 6, options.width)
+    yield apply, weights, x, text, noise
 
     def both(weights, x, text, noise, dout):
-        return forward_backward(lambda weights, x: run(weights, x, text, noise), 2)(weights, x, dout)
+        return forward_backward(lambda weights, x: apply(weights, x, text, noise), 2)(weights, x, dout)
 
     yield both, weights, x, text, noise, dout
 

@@ -156,10 +156,10 @@ def processor(attend: Callable[..., jax.Array], options: argparse.Namespace, rec
 
     step = jax.checkpoint(layer) if recompute else layer
 
-    def run(weights: Any, x: jax.Array, noise: jax.Array, *extra: jax.Array) -> jax.Array:
+    def apply_layers(weights: Any, x: jax.Array, noise: jax.Array, *extra: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, layer: (step(x, layer, noise, *extra), None), x, weights)[0]
 
-    return run
+    return apply_layers
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def row(record: Record, options: argparse.Namespace, name: str, attend: Attentio
         if time.monotonic() > options.deadline:
             cells += ["no time left", "-"]
             continue
-        run = processor(attend, options, recompute)
+        apply = processor(attend, options, recompute)
 
-        def both(weights, x, noise, dout, *extra, run=run):
-            return forward_backward(lambda weights, x: run(weights, x, noise, *extra), 2)(weights, x, dout)
+        def both(weights, x, noise, dout, *extra, apply=apply):
+            return forward_backward(lambda weights, x: apply(weights, x, noise, *extra), 2)(weights, x, dout)
 
         measured = (
-            measure(both, weights, x, noise, dout, *extra) if backward else measure(run, weights, x, noise, *extra)
+            measure(both, weights, x, noise, dout, *extra) if backward else measure(apply, weights, x, noise, *extra)
         )
         cells += measured.cells()
         record.add(attention=name, step=step, **measured._asdict())

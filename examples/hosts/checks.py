@@ -1,5 +1,6 @@
 """Shared by the checks of adapters: a table of differences from a host's own dense attention, with their budgets."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_layers.tools.oracle import largest_error, neighbour
+
+
+def path_argument(description: str | None, meaning: str) -> str:
+    """Returns the path on the command line of a check, of whose meaning ``--help`` tells."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help=meaning)
+    return parser.parse_args().path
 
 
 def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:

@@ -180,9 +180,8 @@ class Graph(Mask):
     def _count_edges_by_block(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Counts edges by block, in O(edges): ids ``row * columns + column`` of blocks with edges, and their counts."""
         columns, row_bounds = -(-self.num_keys // width), self.indptr[::height]
-        row_bounds = (
-            row_bounds if self.shape[0] % height == 0 else np.append(row_bounds, self.indptr[-1])
-        )  # the first edge of each row of blocks, and the end of the last
+        # The first edge of each row of blocks, and the end of the last.
+        row_bounds = row_bounds if self.shape[0] % height == 0 else np.append(row_bounds, self.indptr[-1])
         blocks, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for first, end in _row_chunks(row_bounds):
             for row in range(first, end, step := max(1, _CHUNK // max(columns, 1))):

@@ -260,10 +260,10 @@ class _Reader:
         constants, carry = values[: first - num_carry], values[first - num_carry : first]
         rows = [_Value(x.shape[1:], x.dtype, x.axes[1:], x.inputs, is_random=x.is_random) for x in values[first:]]
 
-        def run(carry, times):
+        def read_body(carry, times):
             return self.read(body, [*constants, *carry, *rows], path, times)
 
-        results = run(self._settled(carry, lambda carry: run(carry, times)), times * length)
+        results = read_body(self._settled(carry, lambda carry: read_body(carry, times)), times * length)
         stacked = [
             _Value((length, *x.shape), x.dtype, [full_axis(length), *x.axes], x.inputs, is_random=x.is_random)
             for x in results[num_carry:]

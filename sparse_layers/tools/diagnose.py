@@ -121,6 +121,7 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
     Args:
       model: a callable of the inputs. An NNX module, a bound Linen module and an Equinox module are; for Linen write
         ``functools.partial(module.apply, variables)``, for Haiku ``functools.partial(transformed.apply, params, rng)``.
+        Where these variables are shapes, they must be an input: ``diagnose(module.apply, variables, x)``.
         A loss, or its gradient by `jax.grad`, shows what training does. An NNX module with state, such as dropout, must
         be the model or an input: a function that closes over it cannot change it.
       inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is.
@@ -154,7 +155,8 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
         check_triton()
     leaves, structure = jax.tree.flatten((model, inputs))
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-    num_weights = sum(i < len(jax.tree.leaves(model)) for i in arrays)
+    num_model_leaves = len(jax.tree.leaves(model))
+    num_weights = sum(i < num_model_leaves for i in arrays)
     if num_weights == len(arrays):
         raise ValueError(f"inputs must hold an array or a jax.ShapeDtypeStruct at least, got {one_line(inputs)}")
 

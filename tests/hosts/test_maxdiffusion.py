@@ -109,8 +109,8 @@ def test_cubes_select_the_cubes_of_the_highest_products(cube):
     register_kernel("sparse")(sparse_kernel(GRID, Cubes(count, cube)))
     cube_of = np.zeros(TOKENS, int)
     for token in range(TOKENS):
-        place = np.unravel_index(token, GRID)
-        cube_of[token] = np.ravel_multi_index([p // side for p, side in zip(place, cube, strict=True)], counts)
+        coordinates = np.unravel_index(token, GRID)
+        cube_of[token] = np.ravel_multi_index([x // side for x, side in zip(coordinates, cube, strict=True)], counts)
     allowed = np.zeros((2, HEADS, TOKENS, TOKENS), bool)
     for entry, head, number in np.ndindex(2, HEADS, math.prod(counts)):
         features = slice(head * SIZE, (head + 1) * SIZE)

@@ -3,7 +3,6 @@
 python -m examples.hosts.levanter.check PATH
 """
 
-import argparse
 import functools
 import importlib
 import pathlib
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 import sparse_layers as sl
 
-from ..checks import Table, with_gradients
+from ..checks import Table, path_argument, with_gradients
 
 BATCH, TOKENS, KV_HEADS, GROUP, SIZE = 2, 256, 2, 2, 32
 WINDOW = 40
@@ -152,9 +151,7 @@ def check_host(host: Host, table: Table) -> None:
 
 def main() -> None:
     """Runs all checks of the folder that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", help="the folder that holds levanter/, patched as README.md says")
-    host, table = Host(parser.parse_args().path), Table()
+    host, table = Host(path_argument(__doc__, "the folder that holds levanter/, patched as README.md says")), Table()
     check_calls(host, table)
     check_refusals(host, table)
     check_host(host, table)

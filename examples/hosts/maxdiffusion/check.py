@@ -3,7 +3,6 @@
 python -m examples.hosts.maxdiffusion.check PATH_TO_CHECKOUT
 """
 
-import argparse
 import importlib
 import math
 import pathlib
@@ -17,7 +16,7 @@ import numpy as np
 
 import sparse_layers as sl
 
-from ..checks import Table, with_gradients
+from ..checks import Table, path_argument, with_gradients
 from .adapter import Cubes, sparse_kernel
 
 GRID, CUBE = (6, 8, 10), (3, 4, 4)
@@ -50,8 +49,8 @@ def allowed_by(pattern: str, q: jax.Array, k: jax.Array) -> np.ndarray:
         masks: Any = sl.as_masks(f"{name}:shape={'x'.join(map(str, GRID))}{options and ','}{options}")
         return np.stack([masks[head % len(masks)].dense(TOKENS, TOKENS) for head in range(HEADS)])[None]
     counts = [-(-n // side) for n, side in zip(GRID, CUBE, strict=True)]
-    places = np.unravel_index(np.arange(TOKENS), GRID)
-    number = np.ravel_multi_index([place // side for place, side in zip(places, CUBE, strict=True)], counts)
+    coordinates = np.unravel_index(np.arange(TOKENS), GRID)
+    number = np.ravel_multi_index([x // side for x, side in zip(coordinates, CUBE, strict=True)], counts)
     members = number == np.arange(math.prod(counts))[:, None]
     mean_q, mean_k = (
         np.einsum("ct,bnth->bnch", members / members.sum(1, keepdims=True), np.asarray(by_head(x))) for x in (q, k)
@@ -159,9 +158,7 @@ def check_blocks(host: Host, table: Table) -> None:
 
 def main() -> None:
     """Runs all checks of the checkout that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", help="path to a checkout of maxdiffusion")
-    host, table = Host(parser.parse_args().checkout), Table()
+    host, table = Host(path_argument(__doc__, "path to a checkout of maxdiffusion")), Table()
     check_attention(host, table)
     check_refusals(host, table)
     with jax.set_mesh(host.mesh):

@@ -3,7 +3,6 @@
 python -m examples.hosts.maxtext.check PATH_TO_CHECKOUT
 """
 
-import argparse
 import functools
 import importlib
 import logging
@@ -19,7 +18,7 @@ import numpy as np
 
 import sparse_layers as sl
 
-from ..checks import Table, with_gradients
+from ..checks import Table, path_argument, with_gradients
 
 BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 2, 256, 4, 2, 32
 CHUNK, WINDOW = 48, 40
@@ -202,9 +201,7 @@ def check_refusals(host: Host, table: Table) -> None:
 
 def main() -> None:
     """Runs all checks of the checkout that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", help="path to a checkout of MaxText, patched as README.md says")
-    checkout = parser.parse_args().checkout
+    checkout = path_argument(__doc__, "path to a checkout of MaxText, patched as README.md says")
     jax.config.update("jax_num_cpu_devices", 4)
     logging.disable(logging.WARNING)  # MaxText warns of folders and data sets at each configuration
     host, table = Host(checkout), Table()

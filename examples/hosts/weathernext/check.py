@@ -3,7 +3,6 @@
 python -m examples.hosts.weathernext.check PATH_TO_CHECKOUT
 """
 
-import argparse
 import functools
 import importlib
 import sys
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 
-from ..checks import Table, with_gradients
+from ..checks import Table, path_argument, with_gradients
 from .adapter import mesh_attention
 
 WIDTH, HEADS, BATCH, HOPS = 256, 2, 2, 3
@@ -83,9 +82,7 @@ def check(host: Host, table: Table) -> None:
 
 def main() -> None:
     """Runs all checks of the checkout that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", help="path to a checkout of WeatherNext")
-    host, table = Host(parser.parse_args().checkout), Table()
+    host, table = Host(path_argument(__doc__, "path to a checkout of WeatherNext")), Table()
     check(host, table)
     table.exit()
 

@@ -135,9 +135,8 @@ def _part_in_order(mask: Mask, order: RowOrder, length: int, max_step: int) -> l
     rows_per_residue, store_type = order.rows, GatheredLayout
     if order.covers_all_tokens:
         store_type = RingLayout
-        later = (max_step - 1) // math.prod(
-            order.shape[1:]
-        )  # tokens of a residue class that a step adds behind a query
+        # Tokens of a residue class that a step adds behind a query.
+        later = (max_step - 1) // math.prod(order.shape[1:])
         rows_per_residue = min(_reach(view, grid, block) + 1 + later, order.shape[0])
     widest = int(np.bincount(grid.rows).max())
     # Rows of a table are copied before they are multiplied: reading half of the rows by a table takes as long as all.

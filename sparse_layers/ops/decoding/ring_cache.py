@@ -77,9 +77,8 @@ class RingLayout(KeyLayout):
         end_index = -(-end // self.num_residues)
         count = min(end_index - start // self.num_residues, self.rows_per_residue)
         first = (end_index - count) % self.rows_per_residue
-        wrapped = max(
-            0, first + count - self.rows_per_residue
-        )  # rows at the beginning of the ring, where the range wraps around
+        # Rows at the beginning of the ring, where the range wraps around.
+        wrapped = max(0, first + count - self.rows_per_residue)
         ranges = [(first, first + count - wrapped), (0, wrapped)]
         return [(first, end_index) for first, end_index in ranges if first < end_index]
 
@@ -148,7 +147,7 @@ def join_pages(array: jax.Array) -> jax.Array:
 
 
 def split_residues(store: KeyLayout, array: jax.Array) -> jax.Array:
-    """Returns a store's array by residue classes: [B, heads, classes, kept, size]."""
+    """Returns a store's array by residue classes: [B, heads, num_residues, rows_per_residue, size]."""
     return array.reshape(*array.shape[:2], store.num_residues, -1, array.shape[-1])
 
 
