@@ -13,7 +13,7 @@ COPIED = {
     "CONTRIBUTING.md": "generated/contributing.md",
     "CHANGELOG.md": "generated/changelog.md",
 } | {
-    path.relative_to(ROOT).as_posix(): f"generated/{path.parent.name}.md" for path in ROOT.glob("examples/*/README.md")
+    path.relative_to(ROOT).as_posix(): f"generated/{path.parent.name}.md" for path in ROOT.glob("examples/**/README.md")
 }
 # Each record leads to the page that has a row of it in its last table.
 MEASURED = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from ..masks.algebra import Array, Mask
 from ..ops.planning.blocks import outside_trace
@@ -112,12 +112,12 @@ class _Value:
 
 
 def find_attention(
-    closed: ClosedJaxpr, num_weights: int, op_calls: Collection[int]
+    closed: Any, num_weights: int, op_calls: Collection[int]
 ) -> tuple[list[DenseAttention], list[SparseCall]]:
     """Finds dense attention and calls of the op in a traced model.
 
     Args:
-      closed: the model's jaxpr.
+      closed: the model's closed jaxpr, from `jax.make_jaxpr`. JAX 0.12 has no class of its own for it.
       num_weights: number of its first inputs that are weights, not data.
       op_calls: the numbers of the op's calls in `recorded_calls`.
     """
