@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -14,21 +15,28 @@ from .safetensors import read_json
 
 
 class Config:
-    """A config.json. A null counts as missing, except in `required`."""
+    """A config.json, or its part for text, completed by the defaults of the family. A null counts as missing.
 
-    def __init__(self, file: pathlib.Path, values: dict[str, Any] | None = None):
-        self.file, self.values = file, read_json(file) if values is None else values
+    Attributes:
+      file: the file, for errors.
+      values: the settings.
+      is_multimodal: True for the configuration of a model of text and images.
+    """
+
+    def __init__(self, file: pathlib.Path, values: Mapping[str, Any] | None = None):
+        outer = read_json(file) if values is None else dict(values)
+        text = outer.get("text_config")
+        self.file, self.is_multimodal = file, isinstance(text, dict)
+        if isinstance(text, dict):
+            shared = {name: outer[name] for name in ("tie_word_embeddings", "quantization_config") if name in outer}
+            outer = {"model_type": f"{outer.get('model_type')}_text"} | text | shared
+        family = FAMILIES.get(str(outer.get("model_type")))
+        self.values: dict[str, Any] = dict(family.defaults if family else {}) | outer
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a setting, or the default."""
         value = self.values.get(name)
         return default if value is None else value
-
-    def required(self, name: str) -> Any:
-        """Returns a setting that must be present, though it may be null: its absence has no defined meaning."""
-        if name not in self.values:
-            raise ValueError(f"{self.file}: {name} is missing")
-        return self.values[name]
 
     def size(self, name: str, default: int | None = None) -> int:
         """Returns a setting that is an integer >= 1."""
@@ -75,16 +83,25 @@ SCALING_KEYS = {"original_length": "original_max_position_embeddings", "fast": "
 SCALING_KEYS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
 
 
-def read_settings(config: Config) -> tuple["Family", dict[str, Any]]:
-    """Returns the family of a configuration, and the arguments of `SparseTransformer`."""
+def family_of(config: Config) -> "Family":
+    """Returns the family of a configuration; raises ValueError if it is unknown."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)
-        raise ValueError(f"{config.file}: model_type: {known}; models of experts or of images are not served")
+        raise ValueError(f"{config.file}: model_type: {known}; models of experts are not served")
+    return family
+
+
+def read_settings(config: Config, num_layers: int) -> dict[str, Any]:
+    """Returns the arguments of `SparseTransformer` by a configuration, which must have ``num_layers`` layers."""
+    family = family_of(config)
     for name, allowed in _SUPPORTED.items():
         config.one_of(name, allowed, default=allowed[0])
     settings = family.settings(config)
     count = settings["num_layers"]
+    if count != num_layers:  # before anything is made for each layer
+        name = "n_layer" if family.conv1d else "num_hidden_layers"
+        raise ValueError(f"{config.file}: {name} must be {num_layers}, as the tensors have so many layers, got {count}")
     default_types = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
     layer_types = config.get("layer_types") or default_types
     is_known = isinstance(layer_types, list) and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
@@ -100,7 +117,7 @@ def read_settings(config: Config) -> tuple["Family", dict[str, Any]]:
     settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x in cycle)
     if settings["positions"] == "rope":
         settings["rope"] = tuple(_make_rope(config, family, layer_type) for layer_type in cycle)
-    return family, settings
+    return settings
 
 
 def _make_rope(config: Config, family: "Family", layer_type: str) -> Rope:
@@ -129,6 +146,8 @@ def _make_rope(config: Config, family: "Family", layer_type: str) -> Rope:
         parameters = {} if local else older_scaling
     if not isinstance(parameters, dict):
         raise ValueError(f"{config.file}: rotary embeddings must be an object, got {parameters!r}")
+    if parameters.get("factor", 0) is None:
+        parameters = parameters | {"factor": _length_ratio(config, parameters)}
     parameters = {key: value for key, value in parameters.items() if value is not None}
     theta, share = parameters.pop("rope_theta", theta), parameters.pop("partial_rotary_factor", 1)
     if share != 1:
@@ -147,6 +166,22 @@ def _without_theta(rope: Any) -> Any:
     return {name: x for name, x in rope.items() if name != "rope_theta"} if isinstance(rope, dict) else rope
 
 
+def _length_ratio(config: Config, parameters: Mapping[str, Any]) -> float:
+    """Returns the ratio of a model's longest sequence to that of its original training, which a null factor means."""
+    name = SCALING_KEYS["original_length"]
+    original = checked(f"{config.file}: {name}", config.get(name, parameters.get(name)), Positive)
+    return config.size("max_position_embeddings") / original
+
+
+def _attention_factor(factor: Any, **scales: Any) -> float:
+    """Returns YaRN's attention factor by DeepSeek's settings, 1 where both are equal."""
+    log = 0.1 * math.log(max(1.0, as_float(factor) or 1.0))
+    wrong = [f"{name} must be a number > 0, got {x!r}" for name, x in scales.items() if (as_float(x) or 0) <= 0]
+    if wrong:
+        raise ValueError(wrong[0])
+    return (scales["mscale"] * log + 1) / (scales["mscale_all_dim"] * log + 1)
+
+
 def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
     """Makes the scaling of rotary position embeddings with this name.
 
@@ -160,6 +195,10 @@ def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
     if original in known:
         length = parameters.get(original, config.get("max_position_embeddings"))
         parameters = parameters | {original: config.get(original, length)}
+    if name == "yarn":
+        scales = {key: parameters.pop(key, None) for key in ("mscale", "mscale_all_dim")}
+        if all(scales.values()):
+            parameters.setdefault("attention_factor", _attention_factor(parameters.get("factor"), **scales))
     if name == "llama3":
         needed |= {"low_freq_factor", "high_freq_factor"}
     unknown, missing = [x for x in parameters if x not in known], sorted(needed - {*parameters})
@@ -208,7 +247,7 @@ def _gemma(config: Config, **overrides: Any) -> dict[str, Any]:
     overrides |= {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
     overrides["scale"] = config.number("query_pre_attn_scalar") ** -0.5
     caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
-    overrides |= {cap: config.number(entry) for cap, entry in caps.items() if config.required(entry) is not None}
+    overrides |= {cap: config.number(entry) for cap, entry in caps.items() if config.get(entry) is not None}
     return _llama(config, activation="gelu_pytorch_tanh", **overrides)
 
 
@@ -241,12 +280,14 @@ class Family:
       conv1d: True if kernels are [in, out], not [out, in].
       zero_centered_norms: True if scales of norms are stored as differences from 1.
       mixed_layers: True if layer_types may mix layers with and without a window.
+      defaults: settings that a configuration may leave out; in one of text and images, all that equal these.
       thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
         only the first are scaled.
     """
 
     names: Mapping[str, str | tuple[str, int]]
     settings: Callable[[Config], dict[str, Any]]
+    defaults: Mapping[str, Any]
     is_sliding: Callable[[Config, int], bool] = lambda config, i: False
     prefix: str = "model."
     conv1d: bool = False
@@ -305,22 +346,63 @@ def _gemma3(config: Config) -> dict[str, Any]:
     return _gemma(config, normalize_qk=True)
 
 
+# The defaults of transformers' classes, in this order; those of vocab_size follow from the tensors.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SIZES += ("max_position_embeddings", "rms_norm_eps")
+
+
+def _defaults(*sizes: float | None, **settings: Any) -> dict[str, Any]:
+    return dict(zip(_SIZES, sizes, strict=True)) | settings
+
+
+_LLAMA_SIZES = _defaults(4096, 11008, 32, 32, None, 2048, 1e-6)
+_QWEN = _defaults(4096, 22016, 32, 32, 32, 32768, 1e-6, sliding_window=4096, max_window_layers=28)
+_GEMMA_SETTINGS = {"head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+_GPT2_SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 FAMILIES = {
-    "gpt2": Family(_GPT2, _gpt2, prefix="transformer.", conv1d=True),
-    "llama": Family(_LLAMA, _llama),
-    "mistral": Family(_LLAMA, _llama, lambda config, i: config.required("sliding_window") is not None),
-    "qwen2": Family(
-        _LLAMA, functools.partial(_llama, use_bias=("query", "key", "value")), _qwen_is_sliding, mixed_layers=True
+    "gpt2": Family(_GPT2, _gpt2, _GPT2_SIZES, prefix="transformer.", conv1d=True),
+    "llama": Family(_LLAMA, _llama, _LLAMA_SIZES),
+    "mistral": Family(
+        _LLAMA,
+        _llama,
+        _defaults(4096, 14336, 32, 32, 8, 131072, 1e-6, sliding_window=4096),
+        lambda config, i: config.get("sliding_window") is not None,
     ),
-    "qwen3": Family(_LLAMA, functools.partial(_llama, normalize_qk=True), _qwen_is_sliding, mixed_layers=True),
-    "gemma2": Family(_GEMMA, _gemma, lambda config, i: i % 2 == 0, zero_centered_norms=True, mixed_layers=True),
+    "qwen2": Family(
+        _LLAMA,
+        functools.partial(_llama, use_bias=("query", "key", "value")),
+        _QWEN,
+        _qwen_is_sliding,
+        mixed_layers=True,
+    ),
+    "qwen3": Family(
+        _LLAMA,
+        functools.partial(_llama, normalize_qk=True),
+        _QWEN | {"head_dim": 128},
+        _qwen_is_sliding,
+        mixed_layers=True,
+    ),
+    "gemma2": Family(
+        _GEMMA,
+        _gemma,
+        _defaults(2304, 9216, 26, 8, 4, 8192, 1e-6, **_GEMMA_SETTINGS)
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        lambda config, i: i % 2 == 0,
+        zero_centered_norms=True,
+        mixed_layers=True,
+    ),
     "gemma3_text": Family(
         _GEMMA,
         _gemma3,
+        _defaults(2304, 9216, 26, 8, 4, 131072, 1e-6, **_GEMMA_SETTINGS),
         lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 6)),
         zero_centered_norms=True,
         mixed_layers=True,
         thetas=(1000000.0, 10000.0),
     ),
-    "olmo2": Family(_OLMO2, functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint")),
+    "olmo2": Family(
+        _OLMO2,
+        functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint"),
+        _LLAMA_SIZES | {"rms_norm_eps": 1e-5},
+    ),
 }

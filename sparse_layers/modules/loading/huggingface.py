@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -24,8 +24,8 @@ from ..options import LoadedModelOptions
 from ..settings import check_settings, check_stream
 from ..transformer import SparseTransformer
 from .dense import abbreviate, refuse_fixed, refuse_names, refuse_shapes
-from .families import Config, Family, read_settings
-from .safetensors import TensorInfo, find_tensors, read_header
+from .families import Config, Family, family_of, read_settings
+from .safetensors import TensorInfo, find_tensors, read_header, refuse_other_formats
 
 _HEAD = "lm_head.weight"
 # Older files also hold frequencies, and GPT-2's causal mask and its fill value.
@@ -46,7 +46,8 @@ def from_huggingface(
     """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
 
     It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2, Gemma 3 (text) and OLMo 2, but neither
-    mixtures of experts nor latent attention. Nothing is downloaded, and nothing in a file is executed. Tensors are read
+    mixtures of experts nor latent attention. From a model of text and images it takes the text model, as from Gemma 3
+    4B to 27B. Nothing is downloaded, and nothing in a file is executed. Tensors are read
     one by one: loading needs the memory of the model and twice that of the largest tensor in the files.
 
     Args:
@@ -69,14 +70,14 @@ def from_huggingface(
       A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, become their sums with 1, in float32.
 
     Raises:
-      FileNotFoundError: config.json or the tensors are missing.
+      FileNotFoundError: config.json or the tensors are missing, or the tensors have another format.
       TypeError: a folder that is not a path, rngs or patterns of another type, an unknown option or one that the files
         fix.
-      ValueError: a file that cannot be read; a configuration with an unknown architecture, activation, kind of layer or
-        of rotary position embeddings, with quantized tensors, or without a required setting; missing or additional
-        tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding it is tied to; more
-        positions than were learned; an option that the configuration fixes (Gemma's scale and soft caps); and errors of
-        `SparseTransformer`.
+      ValueError: a file that cannot be read; a configuration with another number of layers than the tensors, with an
+        unknown architecture, activation, kind of layer or of rotary position embeddings, or with quantized tensors;
+        missing or additional tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding
+        it is tied to; more positions than were learned; an option that the configuration fixes (Gemma's scale and soft
+        caps); and errors of `SparseTransformer`.
 
     Example:
       >>> import json, pathlib, tempfile, jax.numpy as jnp, numpy as np, sparse_layers as sl
@@ -103,6 +104,7 @@ def from_huggingface(
     _check_arguments(arguments, options)
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
+    refuse_other_formats(path)
     return _load(path, Config(path / "config.json"), lambda: find_tensors(path), patterns, arguments, options)
 
 
@@ -146,6 +148,7 @@ def from_gpt2(
     arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check_arguments(arguments | {"num_heads": num_heads}, options)
     folder = model_path if model_path.is_dir() else model_path.parent
+    refuse_other_formats(folder)
     files = find_tensors(model_path) if model_path.is_dir() else read_header(model_path)
     file = folder / "config.json"
     config = Config(file) if file.exists() else Config(model_path, _gpt2_config(model_path, files))
@@ -182,17 +185,20 @@ def _load(
     `from_huggingface` documents patterns, ``arguments`` (seq_len, dtype, param_dtype and rngs) and options.
     """
     seq_len, dtype, param_dtype, rngs = (arguments[name] for name in ("seq_len", "dtype", "param_dtype", "rngs"))
-    family, settings = read_settings(config)
+    files = {name: tensor for name, tensor in tensors().items() if not _BUFFERS.fullmatch(name)}
+    files = _text_tensors(files) if config.is_multimodal else files
+    family = family_of(config)
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
+    embedding = f"{prefix}{family.names['token_embedding']}.weight"
+    if config.get("vocab_size") is None and embedding in files:
+        config.values["vocab_size"] = files[embedding].shape[0]
+    settings = read_settings(config, _count_layers(files, family, prefix))
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
     if seq_len is not None and seq_len > positions and settings["positions"] == "learned":
         raise ValueError(f"seq_len={seq_len}: {path} has {positions} positions, and no more can be made of them")
     settings |= {"seq_len": seq_len or positions, "dtype": dtype}
     settings["patterns"] = settings["patterns"] if patterns is None else patterns
-
-    files = {name: tensor for name, tensor in tensors().items() if not _BUFFERS.fullmatch(name)}
-    prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
-    embedding = f"{prefix}{family.names['token_embedding']}.weight"
     settings["tie_embeddings"] = config.get("tie_word_embeddings", _HEAD not in files)
     _check_tensors(path, files, embedding, settings["tie_embeddings"])
     if settings["tie_embeddings"]:
@@ -231,6 +237,26 @@ def _load(
         value = _read(param_mappings, files, params[param_path].shape, value_dtype)
         nnx.update(model, nnx.from_flat_state([(param_path, params[param_path].replace(value))]))
     return model
+
+
+def _text_tensors(files: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Returns the tensors of the text model under its names, from a model of text and images.
+
+    Files of transformers 5 have the prefix ``model.language_model.``, earlier ones ``language_model.``.
+    """
+    prefixes = {"model.language_model.": "model.", "language_model.": "", _HEAD: _HEAD}
+    return {
+        text_prefix + name.removeprefix(prefix): tensor
+        for name, tensor in files.items()
+        for prefix, text_prefix in prefixes.items()
+        if name.startswith(prefix)
+    }
+
+
+def _count_layers(files: Collection[str], family: Family, prefix: str) -> int:
+    """Returns the number of layers that have tensors."""
+    layer = re.compile(re.escape(prefix + str(family.names["blocks.attention.out"]).partition("{}")[0]) + r"(\d+)\.")
+    return len({match[1] for match in map(layer.match, files) if match})
 
 
 def _check_tensors(path: pathlib.Path, files: Mapping[str, TensorInfo], embedding: str, is_tied: bool) -> None:

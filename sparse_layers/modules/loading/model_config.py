@@ -35,6 +35,8 @@ def config_of(
     Raises:
       ValueError: no family, or not that of the entries, has the model's architecture; errors of `read_settings`.
     """
+    if "text_config" in entries:
+        raise ValueError("config must be that of a text model, got one with text_config: pass config['text_config']")
     settings = settings_of(model)
     names = [str(entries["model_type"])] if "model_type" in entries else list(FAMILIES)
     reasons, matching = [], []
@@ -44,7 +46,7 @@ def config_of(
             values = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")}
         values |= entries
         try:
-            family, config_settings = read_settings(Config(file, values))
+            config_settings = read_settings(Config(file, values), model.num_layers)
         except ValueError as error:
             if "model_type" in entries:
                 raise
@@ -56,7 +58,7 @@ def config_of(
         if difference:
             reasons.append(f"{name}: {difference}")
         else:
-            matching.append((len(layers_with_other_patterns(model, config_settings)), family, values))
+            matching.append((len(layers_with_other_patterns(model, config_settings)), FAMILIES[name], values))
     if not matching:
         subject = "config must be the model's" if entries else "model must be like one of Hugging Face's"
         raise ValueError(f"{subject}, but differs in {'; '.join(reasons)}")

@@ -1,5 +1,6 @@
 """Tensors of a checkpoint in ``.safetensors`` files, one or several with an index; each is read on demand."""
 
+import errno
 import json
 import math
 import pathlib
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": jnp.dtype(jnp.bfloat16)}
+
+# Endings of weights in the formats of PyTorch, llama.cpp, Flax and TensorFlow, and of safetensors under other names.
+_WEIGHTS = {".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors"}
 
 
 class TensorInfo(NamedTuple):
@@ -43,8 +47,30 @@ def find_tensors(folder: pathlib.Path) -> dict[str, TensorInfo]:
     missing = [name for name, n in weight_map.items() if name not in by_file[n]]
     if missing:
         raise ValueError(f"{index}: {missing[0]} is not in {weight_map[missing[0]]}")
-    all_tensors = {name: x for tensors in by_file.values() for name, x in tensors.items()}
-    return all_tensors | {name: by_file[n][name] for name, n in weight_map.items()}
+    return {name: by_file[n][name] for name, n in weight_map.items()}
+
+
+def refuse_other_formats(folder: pathlib.Path) -> None:
+    """Raises FileNotFoundError for a folder with weights in other files than `find_tensors` reads."""
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    weights = sorted(name for name in files if pathlib.Path(name).suffix in _WEIGHTS)
+    if weights and not files & {"model.safetensors", "model.safetensors.index.json"}:
+        rule = "weights must be in model.safetensors, or in the files of model.safetensors.index.json"
+        raise FileNotFoundError(
+            errno.ENOENT, f"{rule}; the folder has {', '.join(weights)}; {_advice(weights[0])}", str(folder)
+        )
+
+
+def _advice(file: str) -> str:
+    """Returns the way from a file of weights to ``model.safetensors``."""
+    name = pathlib.Path(file)
+    if name.stem == "adapter_model":
+        return "load the base model and this adapter with peft, and save the result of merge_and_unload()"
+    if name.suffix == ".safetensors":
+        return "they must be named as Hugging Face's library names them"
+    argument = {".gguf": f", gguf_file={file!r}", ".msgpack": ", from_flax=True", ".h5": ", from_tf=True"}
+    read = f"from_pretrained(folder{argument.get(name.suffix, '')})"
+    return f"transformers' {read} reads this one, and its save_pretrained writes them"
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_windows_by_block_lists():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_generations_of_configurations_say_the_same(name):
-    new, old = (read_settings(Config(FIXTURES / name / file))[1] for file in ("config.json", "config_4.json"))
+    new, old = (read_settings(Config(FIXTURES / name / file), 3) for file in ("config.json", "config_4.json"))
     assert new == old
     windows = WINDOWS.get(name, [None] * 3)
     masks = [sl.Causal() if width is None else sl.Causal() & sl.Window(width - 1) for width in windows]
@@ -130,15 +130,15 @@ def settings(folder, name, drop=(), **config):
     file = folder / "config.json"
     found = json.loads((FIXTURES / name / "config_4.json").read_text())
     file.write_text(json.dumps({key: value for key, value in (found | config).items() if key not in drop}))
-    return read_settings(Config(file))[1]
+    return read_settings(Config(file), 3)
 
 
 def test_configurations_without_layer_types(tmp_path):
     for name in ("qwen2", "gemma2"):
-        known = read_settings(Config(FIXTURES / name / "config.json"))[1]
+        known = read_settings(Config(FIXTURES / name / "config.json"), 3)
         assert settings(tmp_path, name, drop=("layer_types",)) == known
     known = settings(tmp_path, "gemma3_text", drop=("layer_types",), sliding_window_pattern=3)
-    assert known == read_settings(Config(FIXTURES / "gemma3_text" / "config.json"))[1]
+    assert known == read_settings(Config(FIXTURES / "gemma3_text" / "config.json"), 3)
     assert settings(tmp_path, "qwen2", drop=("layer_types",), use_sliding_window=False)["patterns"] == (sl.Causal(),)
     assert settings(tmp_path, "mistral", sliding_window=None)["patterns"] == (sl.Causal(),)
 
@@ -215,9 +215,12 @@ REFUSED = [
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be None or True or False, got 'no'"),
     ({"hidden_size": 32.5}, "hidden_size must be an integer >= 1, got 32.5"),
     ({"rms_norm_eps": 0}, "rms_norm_eps must be a number > 0, got 0"),
-    ({"vocab_size": None}, "vocab_size must be an integer >= 1, got None"),
-    ({"num_hidden_layers": 4}, "missing model.layers.3."),
-    ({"num_hidden_layers": 2}, "unknown model.layers.2."),
+    ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
+    ({"num_hidden_layers": 4}, "num_hidden_layers must be 3, as the tensors have so many layers, got 4"),
+    (
+        {"num_hidden_layers": 10**12},
+        "num_hidden_layers must be 3, as the tensors have so many layers, got 1000000000000",
+    ),
     ({"intermediate_size": 40}, "gate_proj.weight (48, 32), not (40, 32)"),
     ({"num_key_value_heads": 4}, "self_attn.k_proj.weight (24, 32), not (48, 32)"),
     ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads=4, got 3"),
@@ -278,7 +281,7 @@ def test_files_that_are_refused(tmp_path):
     for where, reason in (
         ({"x": "../model.safetensors"}, "files beside it"),
         ({"x": ".."}, "files beside it"),
-        ({}, "missing"),
+        ({}, "must be 0, as the tensors have so many layers, got 3"),
         ([], "files beside it"),
     ):
         index.write_text(json.dumps({"weight_map": where}))
