@@ -209,12 +209,7 @@ def _load(
     if family.zero_centered_norms and dtype is None:  # scales of norms have another dtype than all else
         settings["dtype"] = param_dtype
 
-    # Initial values are replaced, so only dropout needs the caller's rngs.
-    seeds: dict[str, Any] = {"params": 0}
-    if options.get("dropout_rate"):
-        rngs = nnx.Rngs(0) if rngs is None else rngs
-        check_stream(rngs, "dropout", f"dropout_rate={options.get('dropout_rate')}")
-        seeds["dropout"] = rngs.dropout()
+    seeds = _rng_seeds(rngs, options.get("dropout_rate"))
 
     def make(rngs: nnx.Rngs) -> SparseTransformer:
         return SparseTransformer(**settings, param_dtype=param_dtype, rngs=rngs, **options)
@@ -237,6 +232,16 @@ def _load(
         value = _read(param_mappings, files, params[param_path].shape, value_dtype)
         nnx.update(model, nnx.from_flat_state([(param_path, params[param_path].replace(value))]))
     return model
+
+
+def _rng_seeds(rngs: nnx.Rngs | None, dropout_rate: float | None) -> dict[str, Any]:
+    """Returns the seeds of a model's rngs. Its parameters are replaced, so only dropout needs the caller's rngs."""
+    seeds: dict[str, Any] = {"params": 0}
+    if dropout_rate:
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        check_stream(rngs, "dropout", f"dropout_rate={dropout_rate}")
+        seeds["dropout"] = rngs.dropout()
+    return seeds
 
 
 def _text_tensors(files: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
