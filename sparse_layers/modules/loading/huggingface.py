@@ -148,7 +148,7 @@ def from_gpt2(
     arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check_arguments(arguments | {"num_heads": num_heads}, options)
     folder = model_path if model_path.is_dir() else model_path.parent
-    refuse_other_formats(folder)
+    refuse_other_formats(model_path)
     files = find_tensors(model_path) if model_path.is_dir() else read_header(model_path)
     file = folder / "config.json"
     config = Config(file) if file.exists() else Config(model_path, _gpt2_config(model_path, files))
