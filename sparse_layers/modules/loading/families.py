@@ -77,6 +77,11 @@ _SUPPORTED = {
     "use_sliding_window": (False, True),
     "partial_rotary_factor": (1,),
 }
+# Activations by Hugging Face's names: of GPT-2's MLP, and of gated ones.
+MLPS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_exact", "relu": "relu"}
+GATED_MLPS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "swish": "swiglu", "gelu_new": "geglu"}
+# Parameters of rotary position embeddings without a meaning, as those of another scaling.
+_IGNORED = {"finetuned", "mscale", "mscale_all_dim"}
 # The scalings of rotary position embeddings by Hugging Face's names, and its names of their fields that differ.
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 SCALING_KEYS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
@@ -92,8 +97,11 @@ def family_of(config: Config) -> "Family":
     return family
 
 
-def read_settings(config: Config, num_layers: int) -> dict[str, Any]:
-    """Returns the arguments of `SparseTransformer` by a configuration, which must have ``num_layers`` layers."""
+def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -> dict[str, Any]:
+    """Returns the arguments of `SparseTransformer` by a configuration, which must have ``num_layers`` layers.
+
+    Scalings of rotary position embeddings depend on seq_len, by default the configuration's.
+    """
     family = family_of(config)
     for name, allowed in _SUPPORTED.items():
         config.one_of(name, allowed, default=allowed[0])
@@ -111,16 +119,18 @@ def read_settings(config: Config, num_layers: int) -> dict[str, Any]:
         raise ValueError(
             f"{config.file}: layer_types must be those that this architecture has, {default_types}, got {layer_types}"
         )
+    if SLIDING in layer_types and "use_sliding_window" in family.defaults and not config.get("use_sliding_window"):
+        raise ValueError(f"{config.file}: use_sliding_window must be True where layer_types has {SLIDING!r}, got False")
     cycle_length = next(n for n in range(1, count + 1) if layer_types == (layer_types[:n] * count)[:count])
     cycle = layer_types[:cycle_length]
     windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in layer_types else {}
     settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x in cycle)
     if settings["positions"] == "rope":
-        settings["rope"] = tuple(_make_rope(config, family, layer_type) for layer_type in cycle)
+        settings["rope"] = tuple(_make_rope(config, family, layer_type, seq_len) for layer_type in cycle)
     return settings
 
 
-def _make_rope(config: Config, family: "Family", layer_type: str) -> Rope:
+def _make_rope(config: Config, family: "Family", layer_type: str, seq_len: int | None) -> Rope:
     """Makes the rotary position embeddings of layers of one type.
 
     Raises:
@@ -156,7 +166,7 @@ def _make_rope(config: Config, family: "Family", layer_type: str) -> Rope:
     name, scaling = parameters.pop("rope_type", default_type), None
     try:
         if name != "default":
-            scaling = _make_scaling(config, str(name), parameters)
+            scaling = _make_scaling(config, str(name), parameters, seq_len)
         return Rope(theta, scaling=scaling)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{config.file}: rotary embeddings: {error}") from error
@@ -182,15 +192,25 @@ def _attention_factor(factor: Any, **scales: Any) -> float:
     return (scales["mscale"] * log + 1) / (scales["mscale_all_dim"] * log + 1)
 
 
-def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
-    """Makes the scaling of rotary position embeddings with this name.
+def _parameter_names(scaling: type) -> dict[str, str]:
+    """Returns the names of a scaling's fields by Hugging Face's names."""
+    return {SCALING_KEYS.get(field.name, field.name): field.name for field in dataclasses.fields(scaling)}
+
+
+def _make_scaling(config: Config, name: str, parameters: dict[str, Any], seq_len: int | None) -> Any:
+    """Makes the scaling of rotary position embeddings with this name, None if it changes nothing up to seq_len tokens.
 
     Raises:
       ValueError, TypeError: an unknown name, or an unknown, missing or wrong parameter.
     """
+    if name == "dynamic":
+        longest = config.size("max_position_embeddings")
+        if seq_len is not None and seq_len > longest:
+            raise ValueError(f"'dynamic' changes beyond max_position_embeddings={longest}, got seq_len={seq_len}")
+        return None
     if name not in SCALINGS:
-        raise ValueError(f"rope_type: {suggest(name, ['default', *SCALINGS])}")
-    known = {SCALING_KEYS.get(field.name, field.name): field.name for field in dataclasses.fields(SCALINGS[name])}
+        raise ValueError(f"rope_type: {suggest(name, ['default', 'dynamic', *SCALINGS])}")
+    known = _parameter_names(SCALINGS[name])
     needed, original = {"factor"}, SCALING_KEYS["original_length"]
     if original in known:
         length = parameters.get(original, config.get("max_position_embeddings"))
@@ -201,6 +221,8 @@ def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
             parameters.setdefault("attention_factor", _attention_factor(parameters.get("factor"), **scales))
     if name == "llama3":
         needed |= {"low_freq_factor", "high_freq_factor"}
+    ignored = _IGNORED.union(*map(_parameter_names, SCALINGS.values())) - {*known}
+    parameters = {key: value for key, value in parameters.items() if key not in ignored}
     unknown, missing = [x for x in parameters if x not in known], sorted(needed - {*parameters})
     if unknown or missing:
         raise ValueError(f"{name!r} {f'has no {abbreviate(unknown)}' if unknown else f'needs {abbreviate(missing)}'}")
@@ -208,12 +230,12 @@ def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
     return make(**{known[key]: value for key, value in parameters.items()})
 
 
-def _llama(config: Config, *, activation: str = "silu", **overrides: Any) -> dict[str, Any]:
+def _llama(config: Config, *, activation: str = "hidden_act", **overrides: Any) -> dict[str, Any]:
     """Returns the settings that all families except GPT-2 share.
 
     Args:
       config: the configuration.
-      activation: the activation of the MLP if the configuration has none.
+      activation: the entry of the MLP's activation.
       **overrides: settings of one family.
     """
     features = config.size("hidden_size")
@@ -224,8 +246,6 @@ def _llama(config: Config, *, activation: str = "silu", **overrides: Any) -> dic
     if head_dim % 2:
         raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
     biases = ("query", "key", "value", "out") if config.get("attention_bias", False) else ()
-    activation_entry = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    mlps = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
     return {
         "vocab_size": config.size("vocab_size"),
         "num_heads": heads,
@@ -233,7 +253,7 @@ def _llama(config: Config, *, activation: str = "silu", **overrides: Any) -> dic
         "num_layers": config.size("num_hidden_layers"),
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp": mlps[config.one_of(activation_entry, tuple(mlps), default=activation)],
+        "mlp": GATED_MLPS[config.one_of(activation, GATED_MLPS)],
         "mlp_features": config.size("intermediate_size"),
         "norm": "rms",
         "norm_epsilon": config.number("rms_norm_eps"),
@@ -248,18 +268,17 @@ def _gemma(config: Config, **overrides: Any) -> dict[str, Any]:
     overrides["scale"] = config.number("query_pre_attn_scalar") ** -0.5
     caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
     overrides |= {cap: config.number(entry) for cap, entry in caps.items() if config.get(entry) is not None}
-    return _llama(config, activation="gelu_pytorch_tanh", **overrides)
+    return _llama(config, activation="hidden_activation", **overrides)
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
     features, heads = config.divisible_sizes("n_embd", "n_head")
-    config.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"), default="gelu_new")
     return {
         "vocab_size": config.size("vocab_size"),
         "num_heads": heads,
         "features": features,
         "num_layers": config.size("n_layer"),
-        "mlp": "gelu_tanh",
+        "mlp": MLPS[config.one_of("activation_function", MLPS)],
         "mlp_features": config.size("n_inner", 4 * features),
         "norm_epsilon": config.number("layer_norm_epsilon"),
         "positions": "learned",
@@ -352,13 +371,20 @@ _SIZES += ("max_position_embeddings", "rms_norm_eps")
 
 
 def _defaults(*sizes: float | None, **settings: Any) -> dict[str, Any]:
-    return dict(zip(_SIZES, sizes, strict=True)) | settings
+    return {"hidden_act": "silu"} | dict(zip(_SIZES, sizes, strict=True)) | settings
 
 
 _LLAMA_SIZES = _defaults(4096, 11008, 32, 32, None, 2048, 1e-6)
 _QWEN = _defaults(4096, 22016, 32, 32, 32, 32768, 1e-6, sliding_window=4096, max_window_layers=28)
-_GEMMA_SETTINGS = {"head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+_QWEN["use_sliding_window"] = False
+_GEMMA_SETTINGS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
 _GPT2_SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
+_GPT2_SIZES["activation_function"] = "gelu_new"
 FAMILIES = {
     "gpt2": Family(_GPT2, _gpt2, _GPT2_SIZES, prefix="transformer.", conv1d=True),
     "llama": Family(_LLAMA, _llama, _LLAMA_SIZES),

@@ -192,7 +192,7 @@ def _load(
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
     if config.get("vocab_size") is None and embedding in files:
         config.values["vocab_size"] = files[embedding].shape[0]
-    settings = read_settings(config, _count_layers(files, family, prefix))
+    settings = read_settings(config, _count_layers(files, family, prefix), seq_len)
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
     if seq_len is not None and seq_len > positions and settings["positions"] == "learned":

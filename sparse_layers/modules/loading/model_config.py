@@ -18,7 +18,7 @@ from ..rope import Rope
 from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias
 from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
-from .families import FAMILIES, FULL, SCALING_KEYS, SCALINGS, SLIDING, Config, Family, read_settings
+from .families import FAMILIES, FULL, GATED_MLPS, MLPS, SCALING_KEYS, SCALINGS, SLIDING, Config, Family, read_settings
 
 _CLASSES = {"gpt2": "GPT2LMHeadModel"}  # names in transformers other than XyzForCausalLM
 _BIASES = {"llama": ("attention_bias", "mlp_bias")}
@@ -46,7 +46,7 @@ def config_of(
             values = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")}
         values |= entries
         try:
-            config_settings = read_settings(Config(file, values), model.num_layers)
+            config_settings = read_settings(Config(file, values), model.num_layers, model.seq_len)
         except ValueError as error:
             if "model_type" in entries:
                 raise
@@ -199,6 +199,8 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # transformers has defaults for these
         "dtype": jnp.dtype(model.token_embedding.embedding.dtype).name,
     }
+    mlps = MLPS if family.conv1d else GATED_MLPS
+    activation = next((name for name, mlp in mlps.items() if mlp == settings["mlp"]), next(iter(mlps)))
     if family.conv1d:
         return common | {
             "n_embd": settings["features"],
@@ -206,7 +208,7 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
             "n_head": settings["num_heads"],
             "n_positions": settings["seq_len"],
             "n_inner": settings["mlp_features"],
-            "activation_function": "gelu_new",
+            "activation_function": activation,
             "layer_norm_epsilon": settings["norm_epsilon"],
         }
     biases = {"attention_bias": "out" in settings["use_bias"], "mlp_bias": "mlp" in settings["use_bias"]}
@@ -219,7 +221,7 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
         "head_dim": settings["head_dim"],
         "max_position_embeddings": settings["seq_len"],
         "rms_norm_eps": settings["norm_epsilon"],
-        **({"hidden_activation": "gelu_pytorch_tanh"} if family.zero_centered_norms else {"hidden_act": "silu"}),
+        "hidden_activation" if family.zero_centered_norms else "hidden_act": activation,
         **{key: biases[key] for key in _BIASES.get(name, ())},
     }
     if family.zero_centered_norms:

@@ -85,7 +85,7 @@ def to_huggingface(
     params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     _check_values(params)
     family, entries = config_of(model, path / "config.json", config or {})
-    settings = read_settings(Config(path / "config.json", entries), model.num_layers)
+    settings = read_settings(Config(path / "config.json", entries), model.num_layers, model.seq_len)
     mappings = map_tensors(model, family, family.prefix, settings["seq_len"])
     unnamed = [
         param_path

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from safetensors.numpy import load_file
 
 import sparse_layers as sl
 from sparse_layers.modules.loading.families import Config, read_settings
@@ -18,7 +19,7 @@ FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 
 
 def tensors(name):
-    return safetensors.numpy.load_file(FIXTURES / name / "model.safetensors")
+    return load_file(FIXTURES / name / "model.safetensors")
 
 
 def config(name):
@@ -165,6 +166,44 @@ def test_yarn_with_a_null_factor_and_deepseeks_scales():
     ):
         with pytest.raises(ValueError, match=reason):
             scaling(**changes)
+
+
+def test_windows_of_qwen_that_contradict_each_other():
+    """What is left out has the library's defaults: no windows, and windows of 4,096 tokens from layer 28 on."""
+    left_out = dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
+    words = {key: value for key, value in config("qwen3").items() if key not in left_out}
+
+    def patterns(**changes):
+        return read_settings(Config(pathlib.Path("config.json"), words | changes), 3)["patterns"]
+
+    window = sl.Causal() & sl.Window(4095)
+    assert patterns() == patterns(use_sliding_window=True) == (sl.Causal(),)
+    assert patterns(use_sliding_window=True, max_window_layers=1) == (sl.Causal(), window, window)
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    assert patterns(use_sliding_window=True, layer_types=types) == (sl.Causal(), sl.Causal(), window)
+    for off in ({}, {"use_sliding_window": False}):
+        with pytest.raises(ValueError, match="use_sliding_window must be True where layer_types has 'sliding_att"):
+            patterns(layer_types=types, **off)
+
+
+def test_dynamic_scaling_changes_nothing_up_to_the_longest_input(tmp_path):
+    rope = {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 2.0}
+    folder = write(tmp_path / "model", config("qwen3") | {"rope_parameters": rope}, tensors("qwen3"))
+    assert sl.from_huggingface(folder, seq_len=128).blocks[0].attention.attention_fn.rope == sl.Rope(1e6)
+    with pytest.raises(ValueError, match="'dynamic' changes beyond max_position_embeddings=128, got seq_len=129"):
+        sl.from_huggingface(folder, seq_len=129)
+
+
+def test_activations_are_written_by_their_names(tmp_path):
+    for name, entry, activation in (
+        ("llama", "hidden_act", "gelu_pytorch_tanh"),
+        ("gemma2", "hidden_activation", "silu"),
+        ("gpt2", "activation_function", "gelu"),
+    ):
+        arrays = {key: x for file in (FIXTURES / name).glob("*.safetensors") for key, x in load_file(file).items()}
+        model = sl.from_huggingface(write(tmp_path / name, config(name) | {entry: activation}, arrays))
+        sl.to_huggingface(model, tmp_path / f"{name}-new")
+        assert json.loads((tmp_path / f"{name}-new" / "config.json").read_text())[entry] == activation
 
 
 @pytest.mark.parametrize("num_layers", [1000, 10**12])
