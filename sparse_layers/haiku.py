@@ -18,9 +18,9 @@ from .modules.activations import GATED_ACTIVATIONS
 from .modules.attention_fn import Pattern, ids_from_padding
 from .modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
 from .modules.core import AttentionCore
-from .modules.options import ComputeOptions, PrefillOptions, StepOptions
+from .modules.options import GatedOptions, PrefillOptions, StepOptions
 from .modules.rope import Rope, resolve_rope
-from .modules.settings import check_array, check_order, with_checked_settings
+from .modules.settings import check_array, check_order, gate_features, with_checked_settings
 from .modules.step import attention_step, check_inputs
 from .ops.decoding.cache import KVCache
 from .ops.planning.plan import Plan
@@ -30,7 +30,7 @@ from .scorers import Scorer
 _Initializer = hk.initializers.Initializer
 
 
-class _AttentionOptions(ComputeOptions, total=False):
+class _AttentionOptions(GatedOptions, total=False):
     """Options that the block passes to its attention layer."""
 
     num_kv_heads: int | None
@@ -62,8 +62,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       pattern, seq_len, num_kv_heads: see `sparse_layers.SparseSelfAttention`.
       rope, rope_theta, normalize_qk, norm_epsilon: see there.
       out_w_init: initial weights of the last linear map; None for w_init.
-      **options: use_sinks (parameter ``sinks`` [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params,
-        query_sharding, selection: see there.
+      **options: use_sinks (parameter ``sinks`` [N]), gate_output (linear map ``out_gate``), scale, logits_soft_cap,
+        implementation, fwd_params, bwd_params, query_sharding, selection: see there.
 
     Attributes:
       pattern: the name or mask; a sequence or an array becomes its tuple of masks.
@@ -109,7 +109,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         normalize_qk: bool | str = False,
         norm_epsilon: float = 1e-6,
         out_w_init: _Initializer | None = None,
-        **options: Unpack[ComputeOptions],
+        **options: Unpack[GatedOptions],
     ):
         if w_init is None and w_init_scale is None:
             w_init = hk.initializers.VarianceScaling(1.0)
@@ -126,7 +126,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         )
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.use_sinks, self.normalize_qk = options.pop("use_sinks", False), normalize_qk
-        self.norm_epsilon = norm_epsilon
+        self.norm_epsilon, self.gate_output = norm_epsilon, options.pop("gate_output", False)
         # The inputs set the dtype later. All implementations support bfloat16; the op checks again in the call.
         self.attention_step = attention_step(
             pattern,
@@ -268,6 +268,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
                 return normalize
             return lambda x: normalize(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
+        gates = gate_features(self.gate_output, self.value_size)
         out = linear(self.model_size, w_init=self.out_w_init, name="linear")
         return AttentionCore(
             step=self.attention_step,
@@ -283,6 +284,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             out=lambda x: out(x.reshape(*x.shape[:-2], -1)),
             query_ln=norm("query_ln"),
             key_ln=norm("key_ln"),
+            out_gate=projection("out_gate", self.num_heads, gates) if gates else None,
             sinks=hk.get_parameter("sinks", [self.num_heads], inputs.dtype, jnp.zeros) if self.use_sinks else None,
         )
 
@@ -306,7 +308,7 @@ class SparseTransformerBlock(hk.Module):
       key_size: features of one head; defaults to features / num_heads.
       name: name of the module.
       **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta, w_init
-        and b_init (for attention only), use_sinks, scale, ...
+        and b_init (for attention only), use_sinks, gate_output, scale, ...
 
     Raises:
       TypeError: an unknown argument, and errors of `SparseSelfAttention`.

@@ -12,7 +12,7 @@ from ..arguments.checks import strict_kwargs
 from ..modules.core import AttentionCore
 from ..modules.options import KernelOptions, PrefillOptions, StepOptions
 from ..modules.rope import Rope, resolve_rope
-from ..modules.settings import check_array, check_features, projections_with_bias, query_features
+from ..modules.settings import check_array, check_features, gate_features, projections_with_bias, query_features
 from ..modules.step import attention_step, check_inputs, refuse_dropout
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
@@ -32,7 +32,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
       pattern: see `sparse_layers.SparseSelfAttention`. A sequence or an array becomes its tuple of masks, so that the
         module is hashable and comparable.
       seq_len, qkv_features, out_features, num_kv_heads, head_dim: see there.
-      rope, rope_theta, use_sinks, normalize_qk, norm_epsilon, use_bias: see there.
+      rope, rope_theta, use_sinks, gate_output, normalize_qk, norm_epsilon, use_bias: see there.
       scale, logits_soft_cap, selection, implementation, fwd_params, bwd_params, query_sharding: see there.
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.
@@ -141,15 +141,16 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
     biases = projections_with_bias(layer.use_bias)
 
     def projection(name: str, features: Any, **options: Any) -> nn.Module:
-        options = {"kernel_init": layer.kernel_init, "bias_init": layer.bias_init} | shared | options
-        return nn.DenseGeneral(features, name=name, use_bias=name in biases, precision=layer.precision, **options)
+        inits = {"kernel_init": layer.kernel_init, "bias_init": layer.bias_init}
+        options = {"use_bias": name in biases, "precision": layer.precision} | inits | shared | options
+        return nn.DenseGeneral(features, name=name, **options)
 
     def norm(name: str) -> nn.Module | None:
         rms_norms = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
         make_norm = rms_norms.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
         return make_norm(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
 
-    scorer = step.fn.selection
+    gates, scorer = gate_features(layer.gate_output, head_size), step.fn.selection
     index_size = 0 if scorer is None else scorer.index_features(head_size)
 
     def index(name: str, heads: int) -> nn.Module | None:
@@ -169,6 +170,7 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         value=projection("value", (num_kv_heads, head_size)),
         query_ln=norm("query_ln"),
         key_ln=norm("key_ln"),
+        out_gate=projection("out_gate", (num_heads, gates), use_bias="query" in biases) if gates else None,
         index_query=index("index_query", num_kv_heads),
         index_key=index("index_key", 1),
         sinks=layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype) if layer.use_sinks else None,
@@ -225,7 +227,7 @@ class SparseCrossAttention(PatternSettings):
       q_len, kv_len: the longest inputs of queries and of keys, in tokens; shorter ones use the upper left corner of the
         pattern.
       out_features, qkv_features, num_kv_heads, head_dim: see `SparseSelfAttention`.
-      dropout_rate, use_sinks, scale, logits_soft_cap, selection: see there.
+      dropout_rate, use_sinks, gate_output, scale, logits_soft_cap, selection: see there.
       normalize_qk, norm_epsilon, use_bias, dtype, param_dtype, precision: see there.
       implementation, fwd_params, bwd_params, query_sharding: see there.
       kernel_init, bias_init, out_kernel_init, out_bias_init: see there.

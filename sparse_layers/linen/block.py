@@ -43,7 +43,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         dropout. Set the attribute there, or use remat=True, which accepts both.
       pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, selects `NativeSparseAttention`.
       qkv_features, num_kv_heads, head_dim, rope, rope_theta: see `SparseSelfAttention`.
-      use_sinks, scale, logits_soft_cap, selection, query_sharding: see there.
+      use_sinks, gate_output, scale, logits_soft_cap, selection, query_sharding: see there.
       implementation, fwd_params, bwd_params: see there.
       dtype, param_dtype: see there; for the whole block.
       precision, out_bias_init: see there; for attention only.

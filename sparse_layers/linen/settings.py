@@ -80,6 +80,7 @@ class PatternSettings(LayerSettings, kw_only=True):
     """Attributes of attention layers with one pattern."""
 
     use_sinks: bool = False
+    gate_output: bool | str = False
     logits_soft_cap: float | None = None
     selection: Scorer | str | None = None
     normalize_qk: bool | str = False

@@ -59,6 +59,9 @@ class SparseSelfAttention(SparseAttention):
         Qwen 2.5, ("query", "value", "out") in Whisper.
       use_sinks: True gives each head a learned logit (``sinks``, float param [N], initially zero). It joins every
         softmax and adds nothing to the output, so that a query may attend to nothing.
+      gate_output: True or "elementwise" multiplies the output of each head by the sigmoid of a projection of the inputs
+        (``out_gate``, kernel [F, N, H]; Qwen3-Next), "headwise" by one number for the head (kernel [F, N, 1]). The
+        projection has a bias if that of queries has.
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       implementation: None for the best on the platform, or a name. With "xla" or "reference", decoding steps use XLA
@@ -121,6 +124,7 @@ class SparseSelfAttention(SparseAttention):
         norm_epsilon: float = 1e-6,
         use_bias: bool | Collection[str] = True,
         use_sinks: bool = False,
+        gate_output: bool | str = False,
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         implementation: str | None = None,
@@ -150,6 +154,7 @@ class SparseSelfAttention(SparseAttention):
             norm_epsilon=norm_epsilon,
             use_bias=use_bias,
             use_sinks=use_sinks,
+            gate_output=gate_output,
             scale=scale,
             logits_soft_cap=logits_soft_cap,
             implementation=implementation,
@@ -218,7 +223,8 @@ class SparseSelfAttention(SparseAttention):
         options = segment_ids, selection, sow_weights, positions, order_ids
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *options)
         index = self._core.index(inputs, None if self.deterministic else [])
-        call_inputs = CallInputs(segment_ids, self._sinks, selection, index, positions, order_ids)
+        gate = self._core.gate(inputs)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection, index, positions, order_ids, gate)
         out = super().__call__(
             inputs,
             mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)

@@ -71,8 +71,8 @@ class SparseTransformerBlock(nnx.Module):
       param_dtype: dtype of the parameters.
       rngs: random number generators of parameters and dropout.
       rope, rope_theta: see `SparseSelfAttention`.
-      **options: all other arguments of `SparseSelfAttention`: num_kv_heads, head_dim, use_sinks, ...; except those
-        that the block sets itself (in_features, out_features, decode).
+      **options: all other arguments of `SparseSelfAttention`: num_kv_heads, head_dim, use_sinks, gate_output,
+        ...; except those that the block sets itself (in_features, out_features, decode).
 
     Raises:
       ValueError: an unknown mlp, norm or norm_placement, sizes that are not integers >= 1, flags that are not bools,

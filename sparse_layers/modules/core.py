@@ -12,7 +12,7 @@ from ..ops.decoding.checks import checked_positions
 from ..ops.planning.selection import Selection
 from .cache_checks import check_cache, check_step, checked_chunk, checked_prompts
 from .index import IndexProjections
-from .step import AttentionStep, CallInputs, check_inputs, check_positions
+from .step import AttentionStep, CallInputs, apply_gate, check_inputs, check_positions
 
 Projection = Callable[[jax.Array], jax.Array]
 
@@ -29,6 +29,7 @@ class AttentionCore:
       query, key, value: projections of [..., T, F] to heads [..., T, heads, size].
       out: the projection of heads to the output.
       query_ln, key_ln: norms of heads, or None.
+      out_gate: projection of the inputs of queries to the gates of heads, or None.
       index_query, index_key: projections of a scorer's index, or None.
       sinks: [N] logits, or None.
     """
@@ -46,6 +47,7 @@ class AttentionCore:
     out: Projection
     query_ln: Projection | None = None
     key_ln: Projection | None = None
+    out_gate: Projection | None = None
     index_query: Projection | None = None
     index_key: Projection | None = None
     sinks: jax.Array | None = None
@@ -64,7 +66,8 @@ class AttentionCore:
         """Applies the layer to checked inputs; ``losses`` receives the loss of a scorer's index."""
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
         index = self.index(inputs_q, losses)
-        call_inputs = CallInputs(segment_ids, self.sinks, selection, index, positions, order_ids)
+        gate = self.gate(inputs_q)
+        call_inputs = CallInputs(segment_ids, self.sinks, selection, index, positions, order_ids, gate)
         return self.out(self.step(query, key, value, mask=call_inputs, dtype=self.dtype))
 
     def prefill(
@@ -118,7 +121,7 @@ class AttentionCore:
             out = fn.attend_chunk((previous, filled), heads, start, total, **operands)
         # Without this barrier XLA may fill the caches at the end of a program, and keep all layers' keys until then.
         out, filled = jax.lax.optimization_barrier((out, filled))
-        return self.out(out), filled
+        return self.out(apply_gate(self.gate(inputs), out)), filled
 
     def decode_step(
         self,
@@ -150,7 +153,12 @@ class AttentionCore:
             options["index"] = drop_token_axis(index.query), drop_token_axis(index.key)
         query, key, value = map(drop_token_axis, heads)
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
-        return drop_token_axis(self.out(out.reshape(*tokens.shape[:2], *out.shape[-2:]))), cache
+        out = apply_gate(self.gate(tokens), out.reshape(*tokens.shape[:2], *out.shape[-2:]))
+        return drop_token_axis(self.out(out)), cache
+
+    def gate(self, inputs: jax.Array) -> jax.Array | None:
+        """Returns the gates' logits for the inputs of queries, or None."""
+        return None if self.out_gate is None else self.out_gate(inputs)
 
     def index(self, inputs: jax.Array, losses: list[jax.Array] | None = None) -> IndexProjections | None:
         """Returns the projections of a scorer that has an index. Its loss has gradients for these alone."""

@@ -34,9 +34,9 @@ class SparseCrossAttention(SparseAttention):
         pattern.
       dropout_rate: must be 0, as in `SparseSelfAttention`.
       rngs: random number generators of the initial parameters.
-      **options: use_sinks, scale, logits_soft_cap, implementation, fwd_params, bwd_params and query_sharding as in
-        `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` except ``attention_fn`` and
-        ``decode``.
+      **options: use_sinks, gate_output, scale, logits_soft_cap, implementation, fwd_params, bwd_params and
+        query_sharding as in `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` except
+        ``attention_fn`` and ``decode``.
 
     Attributes:
       pattern: the name or mask; a sequence or an array becomes its tuple of masks.
@@ -129,7 +129,8 @@ class SparseCrossAttention(SparseAttention):
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         features = [self.in_features, self.in_kv_features]
         check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights, order_ids=order_ids)
-        call_inputs = CallInputs(segment_ids, self._sinks, selection, order_ids=order_ids)
+        gate = None if self.out_gate is None else self.out_gate(inputs_q)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection, order_ids=order_ids, gate=gate)
         return super().__call__(
             inputs_q,
             inputs_kv,

@@ -31,6 +31,12 @@ class ComputeOptions(KernelOptions, total=False):
     use_sinks: bool
 
 
+class GatedOptions(ComputeOptions, total=False):
+    """Options of a layer that may gate its heads; `SparseSelfAttention` documents them."""
+
+    gate_output: bool | str
+
+
 class FnOptions(KernelOptions, total=False):
     """Options of `make_attention_fn`, which documents them."""
 
@@ -79,7 +85,7 @@ class LayerOptions(FlaxOptions, InitializerOptions, total=False):
     param_dtype: Dtype
 
 
-class CrossOptions(ComputeOptions, LayerOptions, total=False):
+class CrossOptions(GatedOptions, LayerOptions, total=False):
     """Options of `SparseCrossAttention` besides sizes, pattern and lengths."""
 
     normalize_qk: bool | str
@@ -87,7 +93,7 @@ class CrossOptions(ComputeOptions, LayerOptions, total=False):
     use_bias: bool | Collection[str]
 
 
-class AttentionOptions(ComputeOptions, FlaxOptions, total=False):
+class AttentionOptions(GatedOptions, FlaxOptions, total=False):
     """Options that `SparseTransformerBlock` passes to `SparseSelfAttention`."""
 
     num_kv_heads: int | None

@@ -138,6 +138,11 @@ def projections_with_bias(use_bias: bool | Collection[str], names: Collection[st
     return frozenset(use_bias)
 
 
+def gate_features(gate_output: bool | str, value_size: int) -> int:
+    """Returns the number of gates of a head whose values have this size: 0 without gates."""
+    return 1 if gate_output == "headwise" else value_size if gate_output else 0
+
+
 Rule = Callable[[str, Any], object]
 
 
@@ -171,6 +176,11 @@ def _one_of_rule(*names: str) -> Rule:
 def _check_qk_norm(name: str, value: Any) -> None:
     if not isinstance(value, bool) and value not in ("layer", "rms", "rms_joint"):
         raise ValueError(f"{name} must be true or false, or 'layer', 'rms' or 'rms_joint', got {one_line(value)}")
+
+
+def _check_gate(name: str, value: Any) -> None:
+    if not isinstance(value, bool) and value not in ("elementwise", "headwise"):
+        raise ValueError(f"{name} must be true or false, or 'elementwise' or 'headwise', got {one_line(value)}")
 
 
 def _check_mlp(name: str, value: Any) -> None:
@@ -254,6 +264,7 @@ _RULES: dict[str, Rule] = {
     "norm_epsilon": _number_rule(" >= 0", lambda x: x >= 0),
     "norm_placement": _one_of_rule("pre", "post", "sandwich"),
     "normalize_qk": _check_qk_norm,
+    "gate_output": _check_gate,
     "embedding_scale": _optional(_number_rule("", lambda x: True)),
     "final_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),
     "rope": _optional(_check_rope),

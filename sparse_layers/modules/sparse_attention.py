@@ -14,7 +14,14 @@ from ..scorers import Scorer, scorer_of
 from .attention_fn import Pattern
 from .options import CrossOptions, KernelOptions
 from .rope import Rope, resolve_rope
-from .settings import PROJECTIONS, check_stream, projections_with_bias, query_features, with_checked_settings
+from .settings import (
+    PROJECTIONS,
+    check_stream,
+    gate_features,
+    projections_with_bias,
+    query_features,
+    with_checked_settings,
+)
 from .step import attention_step, refuse_dropout
 
 
@@ -65,7 +72,7 @@ class SparseAttention(nnx.MultiHeadAttention):
         flax_options: dict[str, Any] = dict(options)
         use_sinks, epsilon = flax_options.pop("use_sinks", False), flax_options.pop("norm_epsilon", 1e-6)
         biases = projections_with_bias(flax_options.pop("use_bias", True))
-        norm = flax_options.pop("normalize_qk", False)
+        norm, gate = flax_options.pop("normalize_qk", False), flax_options.pop("gate_output", False)
         kernel_options = {name: flax_options.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
         heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features // num_heads
         rope = resolve_rope(rope, rope_theta)
@@ -95,6 +102,17 @@ class SparseAttention(nnx.MultiHeadAttention):
         for name, length in lengths.items():
             setattr(self, name, length)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+        self.out_gate = nnx.data(None)
+        if gates := gate_features(gate, self.head_dim):
+            self.out_gate = self._make_gate(gates, "query" in biases, flax_options, rngs)
+
+    def _make_gate(self, gates: int, use_bias: bool, options: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.LinearGeneral:
+        """Returns the projection to the gates of heads, with Flax's options of the query projection."""
+        shared = {"dtype", "param_dtype", "kernel_init", "bias_init", "precision", "kernel_metadata", "bias_metadata"}
+        settings = {name: options[name] for name in shared & options.keys()}
+        for name in ("promote_dtype", "dot_general", "dot_general_cls"):
+            settings[name] = getattr(self, f"qkv_{name}")
+        return nnx.LinearGeneral(self.in_features, (self.num_heads, gates), use_bias=use_bias, rngs=rngs, **settings)
 
     def _set_qk_norms(self, norm: bool | str, epsilon: float, metadata: Mapping[str, Any], rngs: nnx.Rngs) -> None:
         """Sets the epsilon of the norms of q and k, and replaces Flax's layer norms unless ``norm`` says "layer"."""

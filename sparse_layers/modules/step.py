@@ -31,6 +31,7 @@ class CallInputs(NamedTuple):
     index: IndexProjections | None = None
     positions: jax.Array | None = None
     order_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None
+    gate: jax.Array | None = None  # logits of the gates of heads, see `apply_gate`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,11 @@ class AttentionStep:
     def __call__(self, query, key, value, *, mask: CallInputs, dtype=None, **_):
         # The layer refuses or never sets the other arguments that Flax passes (dropout, is_causal, precision).
         options = mask._asdict()
-        positions, index = options.pop("positions"), mask.index
+        positions, gate, index = options.pop("positions"), options.pop("gate"), mask.index
         if index is not None:
             options["index"] = self.apply_rope_to_index(index, dtype, positions)
         query, key, value = self.apply_rope(query, key, value, dtype, positions)
-        return self.fn.attend(query, key, value, **options)
+        return apply_gate(gate, self.fn.attend(query, key, value, **options))
 
     def apply_rope_to_index(self, index: IndexProjections, dtype, positions=None) -> IndexProjections:
         """Returns the index with rotated query and key."""
@@ -65,6 +66,14 @@ class AttentionStep:
         if self.rope is not None:
             query, key = (self.rope(x, positions) for x in (query, key))
         return tuple(x.astype(dtype) for x in (query, key, value))
+
+
+def apply_gate(gate: jax.Array | None, heads: jax.Array) -> jax.Array:
+    """Returns heads [..., N, H] times the sigmoid of their gates' logits [..., N, H] or [..., N, 1]; None for no gate.
+
+    Source: Qiu et al., Gated Attention for Large Language Models, arXiv 2505.06708, position G1.
+    """
+    return heads if gate is None else heads * jax.nn.sigmoid(gate).astype(heads.dtype)
 
 
 def refuse_dropout(dropout_rate: Any) -> None:

@@ -142,6 +142,9 @@ SETTINGS = [
     ),
     # flags, numbers, dtypes, names, functions
     ("attention(use_sinks='yes')", ValueError, "use_sinks", "got 'yes'", FLAG),
+    ("attention(gate_output='sigmoid')", ValueError, "gate_output", "got 'sigmoid'", "'elementwise' or 'headwise'"),
+    ("linen_block(gate_output=1)", ValueError, "gate_output", "got 1", "'elementwise' or 'headwise'"),
+    ("native(gate_output=True)", TypeError, "NativeSparseAttention: unknown argument", "'gate_output'", "Known: "),
     ("attention(normalize_qk=1)", ValueError, "normalize_qk", "got 1", FLAG),
     ("block(remat='full')", ValueError, "remat", "got 'full'", FLAG),
     ("block(use_bias='no')", ValueError, "use_bias", "got 'no'", FLAG),

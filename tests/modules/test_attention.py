@@ -76,7 +76,10 @@ def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None, sh
         weights = np.where(allowed, np.exp(logits), 0)
         total = weights.sum(-1, keepdims=True) + (np.exp(p["sinks"][head]) if "sinks" in p else 0)
         weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-        out += weights @ v[:, head // group] @ p["out"]["kernel"][head]
+        attended = weights @ v[:, head // group]
+        if "out_gate" in p:
+            attended = attended / (1 + np.exp(-x @ p["out_gate"]["kernel"][:, head] - p["out_gate"]["bias"][head]))
+        out += attended @ p["out"]["kernel"][head]
     return out + p["out"]["bias"]
 
 
@@ -117,6 +120,8 @@ def test_equals_dense_attention_under_the_mask(name):
         ({"rope_theta": 100.0, "normalize_qk": True}, {"theta": 100.0}),
         ({"rope": sl.Rope(100.0, (4, 6))}, {"theta": 100.0, "shape": (4, 6)}),
         ({"use_sinks": True}, {}),
+        ({"gate_output": True}, {}),
+        ({"gate_output": "headwise", "num_kv_heads": 2}, {}),
         ({"logits_soft_cap": 0.5}, {"cap": 0.5}),
         ({"scale": 0.9}, {"scale": 0.9}),
         ({"implementation": "reference"}, {}),
@@ -128,8 +133,22 @@ def test_options_do_what_they_say(options, facts):
     np.testing.assert_allclose(run(layer, x), dense(layer, x, stacked(mask), **facts), atol=1e-5)
 
 
+def test_a_gate_has_the_sizes_and_the_bias_that_it_needs():
+    def shapes(**options):
+        gate = make(param_dtype=jnp.bfloat16, **options).out_gate
+        return {name: (leaf.shape, leaf.dtype) for name, leaf in nnx.to_pure_dict(nnx.state(gate)).items()}
+
+    assert make().out_gate is None
+    assert shapes(gate_output="elementwise") == {"kernel": ((F, N, 4), "bfloat16"), "bias": ((N, 4), "bfloat16")}
+    assert shapes(gate_output="headwise", use_bias=("key", "out")) == {"kernel": ((F, N, 1), "bfloat16")}
+    # A new option draws its numbers last: the other parameters are those of a layer without it.
+    plain, gated = (nnx.to_pure_dict(nnx.state(make(**options))) for options in ({}, {"gate_output": True}))
+    del gated["out_gate"]
+    jax.tree.map(np.testing.assert_array_equal, plain, gated)
+
+
 def test_gradient_reaches_every_parameter_and_equals_finite_differences():
-    options = {"use_sinks": True, "normalize_qk": True, "rope": sl.Rope(50.0, (6, 4))}
+    options = {"use_sinks": True, "gate_output": True, "normalize_qk": True, "rope": sl.Rope(50.0, (6, 4))}
     layer, x = varied(make(MASKS["union"], **options)), inputs(1, T, F)
     graphdef, params = nnx.split(layer)
     weights = inputs(1, T, F, seed=5)

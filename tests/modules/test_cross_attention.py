@@ -46,7 +46,11 @@ def dense(params, x, y, mask):
     weights = np.where(mask, np.exp(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5), 0)
     total = weights.sum(-1, keepdims=True) + (np.exp(p["sinks"])[:, None, None] if "sinks" in p else 0)
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    return np.einsum("bnth,nhf->btf", weights @ v, p["out"]["kernel"]) + p["out"]["bias"]
+    heads = weights @ v
+    if "out_gate" in p:
+        gate = np.einsum("btf,fnh->bnth", np.asarray(x, np.float64), p["out_gate"]["kernel"])
+        heads = heads / (1 + np.exp(-gate - p["out_gate"]["bias"][:, None]))
+    return np.einsum("bnth,nhf->btf", heads, p["out"]["kernel"]) + p["out"]["bias"]
 
 
 def value_and_grads(apply, params, *arrays):
@@ -103,7 +107,7 @@ def test_state_of_a_dense_flax_layer_gives_its_values_and_gradients(options):
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_float64_in_values_and_slope_at_any_lengths(name):
     pattern = MASKS[name]
-    layer = make(pattern, num_kv_heads=2, use_sinks=name == "array")
+    layer = make(pattern, num_kv_heads=2, use_sinks=name == "array", gate_output=name == "window")
     params = pure(layer)
     for q_len, kv_len in ((T, S), (13, 27), (1, 5)):
         arrays = inputs(2, q_len, F), inputs(2, kv_len, G, seed=1)

@@ -33,6 +33,7 @@ MODELS = {
         "patterns": (("local:local_attn_ctx=4", "strided:local_attn_ctx=6"),),
         "positions": "learned",
         "use_sinks": True,
+        "gate_output": True,
         "logits_soft_cap": 3.0,
         "scale": 0.5,
         "mlp": "swiglu",

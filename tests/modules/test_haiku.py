@@ -151,7 +151,7 @@ def as_nnx(params):
         place = functools.reduce(lambda node, name: node.setdefault(name, {}), above, tree)
         names = {"w": "kernel", "b": "bias", "offset": "bias"}
         leaves = {names.get(name, name): leaf for name, leaf in leaves.items()}
-        if above and last in ("query", "key", "value"):
+        if above and last in ("query", "key", "value", "out_gate"):
             leaves = {name: leaf.reshape(*leaf.shape[:-1], -1, H) for name, leaf in leaves.items()}
         if last == "linear":
             last, leaves["kernel"] = "out", leaves["kernel"].reshape(N, H, F)
@@ -171,6 +171,7 @@ BLOCK = {
             "rope": sl.Rope(100.0, (4, 6), sizes=(2, 4)),
             "normalize_qk": True,
             "use_sinks": True,
+            "gate_output": True,
             "scale": 0.9,
             "logits_soft_cap": 0.5,
         },
@@ -368,7 +369,7 @@ def decoded(module, params, x, prompt, max_step=1):
 
 DECODED = {
     "plain": {},
-    "grouped": {"num_kv_heads": 2, "use_sinks": True, "normalize_qk": True},
+    "grouped": {"num_kv_heads": 2, "use_sinks": True, "normalize_qk": True, "gate_output": "headwise"},
     "rope": {"rope_theta": 100.0, "normalize_qk": "rms", "logits_soft_cap": 5.0},
     "joint": {"normalize_qk": "rms_joint", "with_bias": False},
     "scorer": {"pattern": "moba:block=16,count=1"},

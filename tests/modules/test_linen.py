@@ -53,7 +53,14 @@ CASES = {
     "attention, sizes, segments": (
         attention,
         nnx_attention,
-        {"qkv_features": 24, "out_features": 10, "pattern": (sl.Window(4), "all"), "use_sinks": True},
+        {
+            "qkv_features": 24,
+            "out_features": 10,
+            "pattern": (sl.Window(4), "all"),
+            "use_sinks": True,
+            "gate_output": "headwise",
+            "use_bias": ("query", "out"),
+        },
     ),
     "attention, array": (
         attention,
@@ -74,6 +81,7 @@ CASES = {
             "rope": sl.Rope(100.0, (4, 6)),
             "normalize_qk": True,
             "use_sinks": True,
+            "gate_output": True,
             "scale": 0.9,
         },
     ),

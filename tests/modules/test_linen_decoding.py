@@ -25,6 +25,7 @@ DECODING = {
             "rope_theta": 100.0,
             "normalize_qk": "rms_joint",
             "use_sinks": True,
+            "gate_output": True,
             "logits_soft_cap": 0.5,
             "scale": 0.9,
             "out_features": 10,
