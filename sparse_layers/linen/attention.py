@@ -145,11 +145,6 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         options = {"use_bias": name in biases, "precision": layer.precision} | inits | shared | options
         return nn.DenseGeneral(features, name=name, **options)
 
-    def norm(name: str) -> nn.Module | None:
-        rms_norms = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
-        make_norm = rms_norms.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
-        return make_norm(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
-
     gates, scorer = gate_features(layer.gate_output, head_size), step.fn.selection
     index_size = 0 if scorer is None else scorer.index_features(head_size)
 
@@ -168,8 +163,8 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         query=projection("query", (num_heads, head_size)),
         key=projection("key", (num_kv_heads, head_size)),
         value=projection("value", (num_kv_heads, head_size)),
-        query_ln=norm("query_ln"),
-        key_ln=norm("key_ln"),
+        query_ln=_make_qk_norm(layer, "query_ln"),
+        key_ln=_make_qk_norm(layer, "key_ln"),
         out_gate=projection("out_gate", (num_heads, gates), use_bias="query" in biases) if gates else None,
         index_query=index("index_query", num_kv_heads),
         index_key=index("index_key", 1),
@@ -182,6 +177,14 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
             bias_init=layer.out_bias_init or layer.bias_init,
         ),
     )
+
+
+def _make_qk_norm(layer: Any, name: str) -> nn.Module | None:
+    if not layer.normalize_qk:
+        return None
+    rms_norms = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
+    make_norm = rms_norms.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
+    return make_norm(epsilon=layer.norm_epsilon, name=name, dtype=layer.dtype, param_dtype=layer.param_dtype)
 
 
 class _JointRMSNorm(nn.RMSNorm):
