@@ -6,35 +6,30 @@ number marks the call in the jaxpr, so that every equation leads to the facts of
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 _MARK = "sparse_layers_call_"
 _RECORD: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.ContextVar("recorded calls", default=None)
 _numbers = itertools.count(1)
 
 
-@functools.cache
-def _trace_key() -> Any:
-    """Returns a context by whose value JAX keeps traces of jitted functions: a new value traces them again.
-
-    It is made at its first use, as JAX then forgets the traces that it has.
-    """
-    return jax.make_user_context(0)
-
-
 @contextlib.contextmanager
 def record_calls() -> Iterator[list[dict[str, Any]]]:
-    """Records the facts of all calls that are traced inside, also in functions under `jax.jit` that JAX has traced."""
+    """Records the facts of all calls that are traced inside, also in functions under `jax.jit` that JAX has traced.
+
+    JAX keeps traces by the context that they are made in. Metadata that no other context has makes it trace again, and
+    leaves the traces that it keeps. A context of `jax.make_user_context` would drop them.
+    """
     calls: list[dict[str, Any]] = []
     token = _RECORD.set(calls)
     try:
-        with _trace_key()(next(_numbers)):
+        with set_xla_metadata(sparse_layers_record=str(next(_numbers))):
             yield calls
     finally:
         _RECORD.reset(token)

@@ -1,5 +1,9 @@
 """Dense attention in a jaxpr: scores of queries and keys that pass through exp and then multiply values.
 
+Scores are a product of queries and keys. Their softmax runs over the axis of the keys, and the product with values sums
+over the same axis. Keys and values come from data; queries may come from weights, as the latents of Perceiver do. So
+routers, heads and codebooks, whose keys are weights, are no attention. `_Reader._is_attention` has the rule.
+
 The jaxpr is read once, forward. Each value keeps which arrays it depends on, of which longer axes its axes are blocks,
 and of which scores it is a function pair by pair. The equations of gradients are passed over: what they compute again
 belongs to attention of the forward pass.
@@ -27,10 +31,12 @@ _MAX_EVALUATED = 1 << 26  # elements of a mask that is computed to recognize it,
 _HIDDEN = -1e4  # a bias below it hides a pair
 _JOINING = {"add", "sub", "mul", "div", "select_n", "and", "or", "min", "max"}
 _RANDOM = {"random_bits", "threefry2x32", "rng_bit_generator"}
+_TINY = 1e-3  # a constant below it in the sum of a softmax keeps it from 0, and is no sink
 _RESIZING = {"concatenate", "pad", "slice", "dynamic_slice"}  # these may add sinks to scores, and remove them
 _BACKWARD = "transpose("  # in the name stacks of gradients
 _ELEMENTWISE = _JOINING | {"not", "xor", "eq", "ne", "lt", "le", "gt", "ge", "neg", "convert_element_type"}
 _RESHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
+_BUILDING = "cum", "dynamic_update_slice", "pad", "scatter"
 _LEFT, _RIGHT = "left", "right"  # sides of the product that makes scores
 
 
@@ -38,14 +44,14 @@ _LEFT, _RIGHT = "left", "right"  # sides of the product that makes scores
 class DenseMask:
     """An array of pairs of queries and keys that joins scores."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # without axes along which it is repeated
     dtype: str
-    primitive: str  # that joins it: "select_n" for a mask, "add" for a bias
-    source: Source | None  # the line that built it; None if it is an input
+    line: str  # that built it, or "an input", "a parameter", "a constant"
     is_partial: bool  # True if inputs hide more pairs than ``allowed`` does
     is_large: bool  # True if it is constant, and too large to compute it
-    # Computes the bool array [T, S] of allowed pairs; returns None if inputs decide it or it is no mask.
+    # Computes the bool array of allowed pairs, [T, S] or its transpose; returns None if inputs decide it.
     allowed: Callable[[], np.ndarray | None]
+    keys_first: bool = False  # True if the scores are the product of keys and queries, in this order
 
     @functools.cached_property
     def pattern(self) -> Mask | None:
@@ -53,14 +59,14 @@ class DenseMask:
         pairs = self.allowed()
         if pairs is None:
             return None
-        array = Array(pairs)
+        array = Array(pairs.T if self.keys_first else pairs)
         rewritten = recognize(array, len(pairs)) if pairs.shape[0] == pairs.shape[1] else None
         return array if rewritten is None else rewritten[0]
 
 
 @dataclasses.dataclass(eq=False)
 class DenseAttention:
-    """Scores of pairs, the product of two arrays. They are attention once their exponentials multiply a third."""
+    """Scores of pairs, the product of two arrays. They are attention once their exponentials multiply values."""
 
     shape: tuple[int, ...]  # shape and dtype of the scores
     dtype: str
@@ -68,9 +74,15 @@ class DenseAttention:
     source: Source
     times: int  # how often it is computed: scans repeat it
     operands: dict[str, "_Value"]  # by their sides
+    has_batch: bool = False  # True if both operands have an axis that the product keeps
+    softmax: set[str] | None = None  # the sides that the first sum of exponentials runs over
+    extended: set[str] = dataclasses.field(default_factory=set)  # the sides along which scores are extended
+    key_side: str = ""
     q_len: int = 0
     kv_len: int = 0
     has_dropout: bool = False
+    has_soft_cap: bool = False
+    has_sinks: bool = False
     masks: list[DenseMask] = dataclasses.field(default_factory=list)
 
 
@@ -95,15 +107,16 @@ class _Value:
     # function of their exponentials.
     scores: dict[DenseAttention, tuple[tuple[str, ...], bool]] = dataclasses.field(default_factory=dict)
     is_random: bool = False  # True if it depends on random bits and constants alone
+    summed: frozenset[DenseAttention] = frozenset()  # the attention whose exponentials it is the sum of
     built: Source | None = None  # of the equation that made it differ along two axes; None if no equation did
-    is_partial: bool = False  # True if `evaluate` computes its constant part, which a mask of inputs limits
-    stored: "_Value | None" = None  # the smaller value that it repeats along other axes, if it does
-    evaluate: Callable[[], Any] | None = None  # computes it; None if it depends on inputs
+    constant: "_Value | None" = None  # its constant part, if inputs hide more pairs than that
+    # Computes it, with size 1 along the axes along which it does not differ; None if it depends on inputs.
+    evaluate: Callable[[], Any] | None = None
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    def distinct_shape(self) -> tuple[int, ...]:
+        """The shape, with 1 for the axes along which values do not differ."""
+        return tuple(n if differs(axis) else 1 for n, axis in zip(self.shape, self.axes, strict=True))
 
     @property
     def is_pairwise(self) -> bool:
@@ -112,19 +125,19 @@ class _Value:
 
 
 def find_attention(
-    closed: Any, num_weights: int, op_calls: Collection[int]
+    closed: Any, data: Collection[int], op_calls: Collection[int]
 ) -> tuple[list[DenseAttention], list[SparseCall]]:
     """Finds dense attention and calls of the op in a traced model.
 
     Args:
       closed: the model's closed jaxpr, from `jax.make_jaxpr`. JAX 0.12 has no class of its own for it.
-      num_weights: number of its first inputs that are weights, not data.
+      data: the numbers of its inputs that are data; all others, and its constants, are weights.
       op_calls: the numbers of the op's calls in `recorded_calls`.
     """
-    reader = _Reader(num_weights, len(closed.jaxpr.invars), op_calls)
+    reader = _Reader(frozenset(data), len(closed.jaxpr.invars), op_calls)
     values = [_fresh(v.aval, [i]) for i, v in enumerate(closed.jaxpr.invars)]
     reader.read(closed, values, "", 1)
-    return reader.attention, reader.calls
+    return [x for x in reader.attention if x.softmax in (None, {x.key_side})], reader.calls
 
 
 def _fresh(aval: Any, inputs: Sequence[int] | frozenset[int] = (), **known: Any) -> _Value:
@@ -137,10 +150,10 @@ def _fresh(aval: Any, inputs: Sequence[int] | frozenset[int] = (), **known: Any)
 class _Reader:
     """Reads a jaxpr and all that its equations call."""
 
-    def __init__(self, num_weights: int, num_inputs: int, op_calls: Collection[int]):
+    def __init__(self, data: frozenset[int], num_inputs: int, op_calls: Collection[int]):
         self.attention: list[DenseAttention] = []
         self.calls: list[SparseCall] = []
-        self._data = frozenset(range(num_weights, num_inputs))
+        self._data = data
         self._op_calls = op_calls
         self._numbers = itertools.count(num_inputs)  # of constants
         self._constants: dict[int, _Value] = {}
@@ -232,6 +245,7 @@ class _Reader:
         So a bias of blocks, or a table of positions that is longer than the input, changes no axis.
         """
         name, params = equation.primitive.name, equation.params
+        is_built = name.startswith(_BUILDING)  # values may differ where those of operands do not
         if name == "reshape":
             return reshaped(values[0].axes, values[0].shape, shape)
         axes: list[Axis] = []
@@ -244,7 +258,7 @@ class _Reader:
                 axis = min(computed or [axis for _, axis in varying], key=longest)
                 axes.append(axis if math.prod(size for size, _ in axis) == n else ((n, max(n, longest(axis))),))
             else:
-                is_new = name == "concatenate" and j == params["dimension"]
+                is_new = is_built or (name == "concatenate" and j == params["dimension"])
                 is_new = is_new or (not origin and name != "broadcast_in_dim")
                 axes.append(full_axis(n) if is_new else ((n, 0),))
         return axes
@@ -291,8 +305,7 @@ class _Reader:
         """Returns the result of an equation that keeps axes of its operands."""
         name = equation.primitive.name
         result = self._unknown(equation, values)[0]
-        shapes = [x.shape for x in values]
-        origins = sources(equation, shapes, result.shape)
+        origins = sources(equation, [x.shape for x in values], result.shape)
         result.scores = _scores(name, values, origins, result.shape)
         if any(x.is_random for x in values) and not result.inputs:
             result.is_random = True
@@ -301,20 +314,34 @@ class _Reader:
             result.built = pairwise[0].built
         elif result.is_pairwise:
             result.built = self._source(equation)
-        _note_evaluation(equation, values, result)
-        if name in _JOINING and _BACKWARD not in path:
-            for i, x in enumerate(values):
-                for attention, (sides, exponentiated) in x.scores.items():
-                    for operand in values:
-                        _join(attention, sides, exponentiated, operand, name, i)
+        if any(x.scores or x.summed for x in values):
+            if _BACKWARD not in path:
+                _note_softmax(equation, values, result)
+                for i, x in enumerate(values if name in _JOINING else ()):
+                    for attention, (sides, exponentiated) in x.scores.items():
+                        for operand in values:
+                            self._join(attention, sides, exponentiated, operand, name, i)
+            return result
+        result.evaluate = _evaluation(equation, values, result)
+        result.constant = None if result.evaluate else self._constant_part(equation, values, path)
         return result
+
+    def _constant_part(self, equation: Any, values: list[_Value], path: str) -> _Value | None:
+        """Returns the constant part of a mask that inputs limit, as padding does."""
+        if any(x.constant for x in values):
+            part = self._elementwise(equation, [x.constant or x for x in values], path)
+            return part if part.evaluate else part.constant
+        constants = [x for x in values if x.evaluate is not None and x.is_pairwise]
+        return constants[0] if constants and equation.primitive.name == "and" else None
 
     def _cudnn(self, equation: Any, values: list[_Value], path: str, times: int) -> list[_Value]:
         """Notes dense attention that cuDNN computes, of `jax.nn.dot_product_attention` on arrays [B, T, N, H]."""
         (batch, q_len, heads, _), (kv_len, *_), source = values[0].shape, values[1].shape[1:], self._source(equation)
         if _BACKWARD not in path and not self._trial and not source.is_ours:
             shape, scopes = (batch, heads, q_len, kv_len), split_marks(path)[0]
-            self.attention.append(DenseAttention(shape, values[0].dtype, scopes, source, times, {}, q_len, kv_len))
+            self.attention.append(
+                DenseAttention(shape, values[0].dtype, scopes, source, times, {}, q_len=q_len, kv_len=kv_len)
+            )
         return self._unknown(equation, values)
 
     def _product(self, equation: Any, values: list[_Value], path: str, times: int) -> _Value:
@@ -324,59 +351,114 @@ class _Reader:
         result = self._elementwise(equation, values, path)
         if _BACKWARD in path:
             return result
-        for weights, axes, value in ((left, contracted[0], right), (right, contracted[1], left)):
-            for attention, (sides, exponentiated) in weights.scores.items():
-                if exponentiated and attention not in value.scores:
-                    self._attends(attention, weights, sides, axes, value)
+        for weights, axes, shared, value in (
+            (left, contracted[0], batch[0], right),
+            (right, contracted[1], batch[1], left),
+        ):
+            products = [x for x in weights.scores if self._is_attention(x, weights, axes, shared, value)]
+            # Terms of positions may join the scores: those of two arrays of data come first.
+            products.sort(key=lambda x: not all(side.inputs & self._data for side in x.operands.values()))
+            if products and not self._trial and products[0] not in self.attention:
+                self.attention.append(products[0])
         free = [
             [i for i, n in enumerate(x.shape) if n > 1 and i not in (*contracted[k], *batch[k])]
             for k, x in enumerate(values)
         ]
-        if all(free) and self._may_be_scores(left, right):
+        if not all(free):
+            return result
+        result.built = source = self._source(equation)
+        if self._may_be_scores(left, right) and not source.is_ours:
             origins = sources(equation, [x.shape for x in values], result.shape)
             sides = tuple(
                 "" if len(axes) > 1 or n == 1 else (_LEFT, _RIGHT)[axes[0][0]]
                 for axes, n in zip(origins, result.shape, strict=True)
             )
-            source, (scopes, _) = self._source(equation), split_marks(path)
-            if not source.is_ours:
-                operands = {_LEFT: left, _RIGHT: right}
-                attention = DenseAttention(result.shape, result.dtype, scopes, source, times, operands)
-                result.scores[attention] = sides, False
+            scopes, operands = split_marks(path)[0], {_LEFT: left, _RIGHT: right}
+            attention = DenseAttention(result.shape, result.dtype, scopes, source, times, operands, bool(batch[0]))
+            result.scores[attention] = sides, False
         return result
 
     def _may_be_scores(self, left: _Value, right: _Value) -> bool:
-        """True unless an operand is a weight, as that of a router: no data, or one array alone."""
-        if not (left.inputs & self._data and right.inputs & self._data):
-            return False
-        few, many = sorted((left.inputs, right.inputs), key=len)
-        are_alike = len(many) == 1 and len(left.shape) == len(right.shape)  # query and key without projections
-        return len(few) > 1 or few <= many or are_alike
+        """True if an operand is data, and none is a weight by itself, which projects or routes the other."""
+        are_data = [bool(x.inputs & self._data) for x in (left, right)]
+        return any(are_data) and all(x or len(y.inputs) != 1 for x, y in zip(are_data, (left, right), strict=True))
 
-    def _attends(
-        self, attention: DenseAttention, weights: _Value, sides: tuple[str, ...], axes: Sequence[int], value: _Value
-    ) -> None:
-        """Notes that weights multiply values, if they are summed over the keys of one side."""
+    def _is_attention(
+        self, attention: DenseAttention, weights: _Value, axes: Sequence[int], shared: Sequence[int], value: _Value
+    ) -> bool:
+        """True if values are summed over the keys of scores; notes which side that is, and the lengths."""
+        sides, exponentiated = weights.scores[attention]
         summed = {sides[i] for i in axes if weights.shape[i] > 1}
-        if len(summed) != 1 or not (key := summed.pop()):
-            return
-        rows = [n for i, n in enumerate(weights.shape) if i not in axes and sides[i] not in ("", key)]
-        is_bare = all(len(x.inputs) == 1 for x in attention.operands.values())
+        if not exponentiated or attention in value.scores or len(summed) != 1 or not (key_side := summed.pop()):
+            return False
+        key = attention.operands[key_side]
+        query = attention.operands[_LEFT if key_side == _RIGHT else _RIGHT]
+        # Values have no axis of the queries: experts compute each token's output by itself.
+        rows = [n for i, n in enumerate(weights.shape) if i not in (*axes, *shared) and sides[i] not in ("", key_side)]
         if not rows or max(rows) == 1 or any(is_block(weights.axes[i]) for i in axes):
+            return False
+        if not (key.inputs & self._data and value.inputs & self._data) or self._is_table(attention, query, key, value):
+            return False
+        # A query that is an array by itself meets keys and values that are: else it projects or routes them.
+        are_bare = len(query.inputs) == 1 and len(key.inputs) == len(value.inputs) == 1
+        if len(query.inputs) == 1 and not are_bare and not query.inputs <= key.inputs:
+            return False
+        attention.key_side, attention.q_len = key_side, math.prod(sorted(rows)[-len(axes) :])
+        attention.kv_len = math.prod(weights.shape[i] for i in axes)
+        attention.has_sinks = attention.has_sinks or key_side in attention.extended
+        for mask in attention.masks:
+            mask.keys_first = key_side == _LEFT
+        return True
+
+    def _is_table(self, attention: DenseAttention, query: _Value, key: _Value, value: _Value) -> bool:
+        """True if keys are a table that is an input, as of embeddings: no weight makes them, and no batch has them."""
+        if attention.has_batch or query.inputs & key.inputs & self._data or not key.inputs <= self._data:
+            return False
+        return value.inputs <= key.inputs or len(key.inputs) == 1 < len(query.inputs)
+
+    def _join(
+        self,
+        attention: DenseAttention,
+        sides: tuple[str, ...],
+        exponentiated: bool,
+        x: _Value,
+        name: str,
+        operand: int,
+    ) -> None:
+        """Notes a mask, a bias or dropout that joins scores: an array that differs by query and by key."""
+        if x.scores or len(x.shape) != len(sides):
             return
-        if (is_bare and len(value.inputs) > 1) or self._trial or attention in self.attention:
+        constant = x.constant or x
+        pair = {side: i for i, side in enumerate(sides) if side and x.shape[i] > 1 and differs(constant.axes[i])}
+        if len(pair) < 2:
             return
-        attention.q_len, attention.kv_len = max(rows), math.prod(weights.shape[i] for i in axes)
-        if key == _LEFT:  # the product was written with the keys first
-            attention.masks = [dataclasses.replace(x, allowed=_transposed(x.allowed)) for x in attention.masks]
-        self.attention.append(attention)
+        if x.is_random:
+            attention.has_dropout = attention.has_dropout or exponentiated
+            return
+        # A constant array is there already; others are computed.
+        size = constant.shape[pair[_LEFT]] * constant.shape[pair[_RIGHT]]
+        if constant.built is not None:
+            size = math.prod(constant.distinct_shape)
+        is_large = constant.evaluate is not None and size > _MAX_EVALUATED
+        origin = "an input" if x.inputs & self._data else "a parameter" if x.evaluate is None else "a constant"
+        allowed = functools.partial(_allowed, constant, name, operand, (pair[_LEFT], pair[_RIGHT]))
+        attention.masks.append(
+            DenseMask(
+                tuple(n for n in x.distinct_shape if n > 1),
+                x.dtype,
+                origin if x.built is None else x.built.line,
+                x.constant is not None,
+                is_large,
+                (lambda: None) if is_large else allowed,
+            )
+        )
 
 
 def _joined(x: _Value, y: _Value) -> _Value:
     """Returns what is known of a value that is one of two."""
     axes = [min(filter(differs, pair), key=longest, default=pair[0]) for pair in zip(x.axes, y.axes, strict=True)]
-    inputs, is_random = x.inputs | y.inputs, x.is_random and y.is_random
-    return _Value(x.shape, x.dtype, axes, inputs, x.scores | y.scores, is_random, x.built or y.built)
+    known = {"is_random": x.is_random and y.is_random, "built": x.built or y.built}
+    return _Value(x.shape, x.dtype, axes, x.inputs | y.inputs, x.scores | y.scores, **known)
 
 
 def _scores(name: str, values: list[_Value], origins: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> Any:
@@ -391,95 +473,78 @@ def _scores(name: str, values: list[_Value], origins: list[list[tuple[int, int]]
                 side = {sides[i] for i in axes}
                 kept.append(side.pop() if len(side) == 1 and not resized and n > 1 else "")
             if {_LEFT, _RIGHT} <= set(kept):
-                exponentiated = exponentiated or name in ("exp", "exp2") or scores.get(attention, ("", False))[1]
+                exponentiated = exponentiated or name in ("exp", "exp2")
+                if attention in scores:  # one operand may be a maximum or a sum of the scores
+                    kept = [a or b for a, b in zip(scores[attention][0], kept, strict=True)]
+                    exponentiated = exponentiated or scores[attention][1]
                 scores[attention] = tuple(kept), exponentiated
     return scores
+
+
+def _note_softmax(equation: Any, values: list[_Value], result: _Value) -> None:
+    """Notes the sums of a softmax, its sinks, and soft caps, at an equation on scores or their sums."""
+    name, params = equation.primitive.name, equation.params
+    for x in values:
+        for attention, (sides, exponentiated) in x.scores.items():
+            if name == "reduce_sum" and exponentiated:
+                removed = {sides[i] for i in params["axes"] if x.shape[i] > 1}
+                attention.softmax = removed if attention.softmax is None else attention.softmax
+                result.summed |= {attention}
+            elif name == "tanh" and not exponentiated:
+                attention.has_soft_cap = True
+            elif name in ("concatenate", "pad") and not exponentiated:
+                extended = {side for side, n, size in zip(sides, x.shape, result.shape, strict=True) if n < size}
+                attention.extended |= extended
+    summed = frozenset().union(*(x.summed for x in values))
+    if name in (*_RESHAPING, "convert_element_type"):
+        result.summed = summed
+    elif name == "add":
+        terms = [x for x in values if not x.summed and not x.scores]
+        for attention in summed if any(not _is_tiny(x) for x in terms) else ():
+            attention.has_sinks = True
+
+
+def _is_tiny(x: _Value) -> bool:
+    """True for the constant that keeps a sum from 0."""
+    if x.evaluate is None or math.prod(x.distinct_shape) > 1:
+        return False
+    with outside_trace():
+        return bool(np.asarray(x.evaluate()).item() < _TINY)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
-def _join(
-    attention: DenseAttention, sides: tuple[str, ...], exponentiated: bool, x: _Value, name: str, operand: int
-) -> None:
-    """Notes a mask, a bias or dropout that joins scores: an array that differs by query and by key."""
-    if x.scores or len(x.shape) != len(sides):
-        return
-    varying = {side: i for i, side in enumerate(sides) if side and x.shape[i] > 1 and differs(x.axes[i])}
-    if len(varying) < 2:
-        return
-    if x.is_random:
-        attention.has_dropout = attention.has_dropout or exponentiated
-        return
-    stored = x.stored or x
-    is_large = stored.evaluate is not None and stored.size > _MAX_EVALUATED
-    allowed = functools.partial(_allowed, stored, name, operand)
-    if varying[_LEFT] > varying[_RIGHT]:
-        allowed = _transposed(allowed)
-    attention.masks.append(DenseMask(stored.shape, stored.dtype, name, x.built, x.is_partial, is_large, allowed))
-
-
-def _allowed(x: _Value, name: str, operand: int) -> np.ndarray | None:
-    """Returns the pairs [T, S] that a mask allows; ``operand`` is the number of the scores in the equation."""
-    by_pair = [slice(None) if differs(axis) else 0 for axis in x.axes]
-    if x.evaluate is None or by_pair.count(slice(None)) != 2 or x.size > _MAX_EVALUATED:
+def _allowed(x: _Value, name: str, operand: int, pair: tuple[int, int]) -> np.ndarray | None:
+    """Returns the pairs that a mask allows, by the axes ``pair``; ``operand`` is the number of the scores."""
+    if x.evaluate is None:
         return None
     with outside_trace():
-        pairs = np.asarray(x.evaluate())[tuple(by_pair)]
+        array = np.moveaxis(np.asarray(x.evaluate()), pair, (-2, -1))
+    pairs, *repeated = array.reshape(-1, *array.shape[-2:])
+    if not all(np.array_equal(pairs, x) for x in repeated):
+        return None
     if name == "select_n" and x.dtype == "bool":
         return pairs if operand == 2 else ~pairs
     is_mask = name == "add" and bool(np.all((pairs == 0) | (pairs < _HIDDEN)))
     return pairs == 0 if is_mask else None
 
 
-def _transposed(allowed: Callable[[], np.ndarray | None]) -> Callable[[], np.ndarray | None]:
-    def transposed():
-        pairs = allowed()
-        return None if pairs is None else pairs.T
+def _evaluation(equation: Any, values: list[_Value], result: _Value) -> Callable[[], Any] | None:
+    """Returns what computes a result without the axes along which it does not differ; None if inputs decide it."""
+    if any(x.evaluate is None for x in values):
+        return None
+    name, shape = equation.primitive.name, result.distinct_shape
 
-    return transposed
+    def compute():
+        arrays = [jnp.asarray(x.evaluate()) for x in values if x.evaluate is not None]
+        if name in _RESHAPING and arrays[0].size == math.prod(shape):
+            return arrays[0].reshape(shape)
+        if name in _ELEMENTWISE:
+            arrays = jnp.broadcast_arrays(*arrays)
+        elif name != "transpose":
+            arrays = [jnp.broadcast_to(array, x.shape) for array, x in zip(arrays, values, strict=True)]
+        array = equation.primitive.bind(*arrays, **equation.params)
+        return array if array.shape == shape else array[tuple(slice(n) for n in shape)]
 
-
-def _varying(x: _Value) -> list[int]:
-    """Returns the axes along which values differ."""
-    return [i for i, axis in enumerate(x.axes) if differs(axis)]
-
-
-def _is_reshaped(equation: Any, x: _Value, result: _Value) -> bool:
-    """True if an equation repeats a value along new axes, or moves axes along which values do not differ."""
-    if equation.primitive.name == "transpose":
-        moved = [i for i in equation.params["permutation"] if differs(x.axes[i])]
-        return moved == sorted(moved)
-    sizes = [x.shape[i] for i in _varying(x)]
-    return equation.primitive.name in _RESHAPING and sizes == [result.shape[i] for i in _varying(result)]
-
-
-def _note_evaluation(equation: Any, values: list[_Value], result: _Value) -> None:
-    """Notes how a result is computed, if constants alone decide it, and the smaller value that it repeats."""
-    name, result.is_partial = equation.primitive.name, any(x.is_partial for x in values)
-    if values and _is_reshaped(equation, values[0], result):
-        result.stored = values[0].stored or values[0]
-
-    def compute(operands, shape=None):
-        arrays = (jnp.asarray(x.evaluate()) for x in operands)
-        if shape is not None:
-            arrays = (jnp.broadcast_to(x.reshape(()) if x.size == 1 else x, shape) for x in arrays)
-        return equation.primitive.bind(*arrays, **equation.params)
-
-    unknown = [x for x in values if x.evaluate is None]
-    result.evaluate = None if unknown else functools.cache(functools.partial(compute, tuple(values)))
-    small = tuple(x.stored or x for x in values)
-    pairs = [x for x in small if _varying(x)]
-    if name in _ELEMENTWISE and len(pairs) == 1 and all(x.size == 1 for x in small if x is not pairs[0]):
-        evaluate = None if unknown else functools.cache(functools.partial(compute, small, pairs[0].shape))
-        result.stored = dataclasses.replace(pairs[0], dtype=result.dtype, evaluate=evaluate)
-    constant = [x for x in values if x.evaluate is not None and x.is_pairwise]
-    if name == "and" and len(unknown) == len(constant) == 1:  # inputs hide more, as padding does
-        result.evaluate, result.is_partial = functools.partial(_broadcast, constant[0], result.shape), True
-        result.stored = constant[0].stored or constant[0]
-
-
-def _broadcast(x: _Value, shape: tuple[int, ...]) -> Any:
-    """Returns a constant value as an array of a shape."""
-    assert x.evaluate is not None
-    return jnp.broadcast_to(x.evaluate(), shape)
+    return functools.cache(compute)

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -29,36 +30,41 @@ from .source_lines import Source
 from .subjects import is_linen, plans_of, walk
 
 _MIN_KEYS = 128  # fewer keys are one block of the kernels, and no pattern saves anything
+_MIN_QUERIES = 16  # fewer rows do not fill a tile of matrix units: decoding, or pooling with a few seeds
 _FEW_KEYS = 2000  # below it, dense attention is often as fast (docs/when_dense.md)
 _ARRAYS = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
 _PATHS = 4  # most paths of modules in a line
-_FLAX_LAYERS = "MultiHeadAttention", "MultiHeadDotProductAttention"
-_OP = "sl.block_sparse_attention(query, key, value, {pattern})"
-# What to write for the dense attention of libraries: (file, function, self-attention, cross-attention).
+_OP = "sl.block_sparse_attention(query, key, value, {pattern}{options})"
+_CALLS = (
+    "write sl.diagnose(model, x) with a model of NNX or Equinox, sl.diagnose(module.apply, variables, x) with Linen, "
+    "sl.diagnose(transformed.apply, params, rng, x) with Haiku, or sl.diagnose(lambda x: ..., x)"
+)
+# Attention of libraries, and what to write for it: (library, function or class, self-attention, cross-attention).
 _REPLACEMENTS = (
     (
-        "flax/nnx/nn/attention.py",
+        "flax",
         "MultiHeadAttention",
         "pass attention_fn=sl.make_attention_fn({pattern}, {q_len}) to nnx.MultiHeadAttention, or write "
         "sl.SparseSelfAttention(..., pattern={pattern}, seq_len={q_len}), which has the same parameters",
         "write sl.SparseCrossAttention(..., pattern={pattern}, q_len={q_len}, kv_len={kv_len})",
     ),
     (
-        "flax/linen/attention.py",
+        "flax",
         "MultiHeadDotProductAttention",
         "pass attention_fn=sl.make_attention_fn({pattern}, {q_len}) to nn.MultiHeadDotProductAttention, or write "
         "sparse_layers.linen.SparseSelfAttention(..., pattern={pattern}, seq_len={q_len})",
         "write sparse_layers.linen.SparseCrossAttention(..., pattern={pattern}, q_len={q_len}, kv_len={kv_len})",
     ),
     (
-        "haiku/_src/attention.py",
+        "haiku",
         "MultiHeadAttention",
         "write sparse_layers.haiku.SparseSelfAttention(..., pattern={pattern}, seq_len={q_len}) in place of "
         "hk.MultiHeadAttention",
         f"write {_OP} between projections of your own",
     ),
-    ("jax/_src/nn/functions.py", "dot_product_attention", f"write {_OP}, which takes the same arrays", ""),
+    ("jax", "dot_product_attention", f"write {_OP}, which takes the same arrays", ""),
 )
+_FLAX_LAYERS = [(library, name) for library, name, *_ in _REPLACEMENTS if library == "flax"]
 
 
 class Finding(NamedTuple):
@@ -106,11 +112,11 @@ class Diagnosis(NamedTuple):
 def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, int] | None = None) -> Diagnosis:
     """Traces a call of a model, and says which attention is dense, slow or refused in training, and what to write.
 
-    Only constant masks are computed, so inputs and parameters may be shapes. After the first diagnosis of a process,
-    JAX compiles functions again that it compiled before. These are found:
+    Only constant masks are computed, so inputs and parameters may be shapes. These are found:
 
     - Attention that computes all scores: a softmax between two products, `jax.nn.dot_product_attention`, the layers of
-      Flax, Haiku and Equinox. Attention in blocks, few keys and softmaxes over weights (routers, heads) are left out.
+      Flax, Haiku and Equinox. Its keys and values come from data; its queries may come from weights, as latents do.
+      Attention in blocks, few queries or keys, and softmaxes over weights (routers, heads, codebooks) are left out.
     - Dense masks and biases that join such scores, and masks that `block_sparse_attention` takes as JAX arrays. A mask
       of at most 8192 x 8192 pairs that depends on no input is compared with patterns.
     - Dropout of attention weights, which sparse attention refuses in training. Rates of NNX layers are read; of Linen
@@ -119,12 +125,13 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
     - Sparse attention on a slow implementation, with the reasons, or with a pattern that saves nothing.
 
     Args:
-      model: a callable of the inputs. An NNX module, a bound Linen module and an Equinox module are; for Linen write
-        ``functools.partial(module.apply, variables)``, for Haiku ``functools.partial(transformed.apply, params, rng)``.
-        Where these variables are shapes, they must be an input: ``diagnose(module.apply, variables, x)``.
-        A loss, or its gradient by `jax.grad`, shows what training does. An NNX module with state, such as dropout, must
-        be the model or an input: a function that closes over it cannot change it.
-      inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is.
+      model: a callable of the inputs: an NNX or Equinox model, ``module.apply`` of Linen, ``transformed.apply`` of
+        Haiku, a `functools.partial` of these, a bound Linen module or any function. A loss, or its gradient by
+        `jax.grad`, shows what training does. An NNX module with state, such as dropout, must be the model or an input:
+        a function that closes over it cannot change it.
+      inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is. An array
+        is data. So is a tree whose arrays mostly share the size of their first axis with such arrays, or with the last
+        tree if no input is an array. All others are weights, as those of the model.
       device: a GPU to trace for, as in `describe`; None for the device at hand.
 
     Returns:
@@ -133,7 +140,8 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
       that is not known. A gradient counts the attention of its forward pass.
 
     Raises:
-      TypeError: model is not callable, is a class, a mask or an unbound module; says what to write.
+      TypeError: model is not callable, is a class, a mask, an unbound module or a compiled function, holds shapes that
+        are no inputs, or returns a generator; says what to write.
       ValueError: inputs hold no array; device is not known. Errors of the model itself are passed on.
       ModuleNotFoundError: device is given, and Triton is not installed.
 
@@ -153,26 +161,13 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
     gpu = None if device is None else device_named(device)
     if gpu is not None:
         check_triton()
-    leaves, structure = jax.tree.flatten((model, inputs))
-    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-    num_model_leaves = len(jax.tree.leaves(model))
-    num_weights = sum(i < num_model_leaves for i in arrays)
-    if num_weights == len(arrays):
-        raise ValueError(f"inputs must hold an array or a jax.ShapeDtypeStruct at least, got {one_line(inputs)}")
-
-    def call(*values: Any) -> None:
-        filled = list(leaves)
-        for i, value in zip(arrays, values, strict=True):
-            filled[i] = value
-        called, arguments = jax.tree.unflatten(structure, filled)
-        called(*arguments)
-
+    call, arrays, data = _arrays(model, inputs)
     with assume_gpu(gpu), record_launches(), record_calls() as facts:
-        jaxpr = jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
+        jaxpr = _trace(call, arrays)
         op_calls = {number for number, fact in enumerate(facts) if "implementation" in fact}
-        dense, sparse = find_attention(jaxpr, num_weights, op_calls)
-        few = [attention for attention in dense if attention.kv_len < _MIN_KEYS]
-        dense = [attention for attention in dense if attention.kv_len >= _MIN_KEYS]
+        dense, sparse = find_attention(jaxpr, data, op_calls)
+        few = [x for x in dense if x.q_len < _MIN_QUERIES or x.kv_len < _MIN_KEYS]
+        dense = [x for x in dense if x not in few]
         layers = {path: layer for x in (model, *inputs) for path, layer, _ in walk(x) if _is_flax_attention(layer)}
         merged = [{"at": x} | dict(pair for number in x.numbers for pair in facts[number].items()) for x in sparse]
         findings = [
@@ -186,27 +181,88 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
 
 def _check_model(model: Any) -> None:
     """Refuses what is no model or cannot be called by itself."""
-    kind = one_line(model) if isinstance(model, type | str) else type(model).__name__
+    kind = one_line(model) if isinstance(model, type | str) or model is None else type(model).__name__
+    to_do = None
     if isinstance(model, Mask | str):
+        to_do = "for a pattern write sl.describe(mask, length)"
+    elif isinstance(model, type):
+        kind, to_do = f"the class {kind}", f"an instance of it is a model; {_CALLS}"
+    elif isinstance(model, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced):
+        kind, to_do = f"a function that is compiled for one device ({kind})", "write sl.diagnose(f, x) for jax.jit(f)"
+    elif is_linen(model) and getattr(model, "scope", None) is None:
+        kind, to_do = f"an unbound {kind}", "write sl.diagnose(module.apply, variables, x)"
+    elif not callable(model):
+        to_do = _CALLS
+    if to_do is not None:
+        raise TypeError(f"model must be a callable of the inputs, got {kind}: {to_do}")
+
+
+def _arrays(model: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., None], list[Any], list[int]]:
+    """Returns a call of the model as a function of all its arrays, these arrays, and the numbers of those of data."""
+    is_partial = isinstance(model, functools.partial)
+    held = (model.func, model.args, model.keywords) if is_partial else (model, (), {})
+    of_inputs = _are_data(inputs)
+    leaves, structure = jax.tree.flatten((held, inputs))
+    are_data = [False] * len(jax.tree.leaves(held))
+    for x, is_data in zip(inputs, of_inputs, strict=True):
+        are_data += [is_data] * len(jax.tree.leaves(x))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    data = [number for number, i in enumerate(places) if are_data[i]]
+    if not data:
+        raise ValueError(f"inputs must hold an array or a jax.ShapeDtypeStruct at least, got {one_line(inputs)}")
+
+    def call(*values: Any) -> None:
+        filled = list(leaves)
+        for i, value in zip(places, values, strict=True):
+            filled[i] = value
+        (called, first, options), rest = jax.tree.unflatten(structure, filled)
+        if inspect.isgenerator(called(*first, *rest, **options)):
+            raise TypeError(
+                "model must compute when it is called, got a generator of results: write sl.diagnose(lambda *x: "
+                "list(model(*x)), ...)"
+            )
+
+    return call, [leaves[i] for i in places], data
+
+
+def _are_data(inputs: Sequence[Any]) -> list[bool]:
+    """Returns which inputs are data: arrays, and trees that mostly have their batch size; all others are weights."""
+    if iterators := [type(x).__name__ for x in inputs if isinstance(x, Iterator)]:
         raise TypeError(
-            f"model must be a callable of the inputs, got {kind}: for a pattern write sl.describe(mask, length)"
+            f"inputs must be pytrees of arrays, got {iterators[0]}: write next(batches) for one batch of it"
         )
-    if isinstance(model, type):
-        raise TypeError(f"model must be a callable of the inputs, got the class {kind}: write an instance of it")
-    unbound = is_linen(model) and getattr(model, "scope", None) is None
-    if unbound or not callable(model):
-        applied = (
-            "functools.partial(module.apply, variables) for Linen, functools.partial(transformed.apply, params, rng)"
-        )
+    trees = [[x for x in jax.tree.leaves(tree) if isinstance(x, _ARRAYS)] for tree in inputs]
+    sizes = [collections.Counter(x.shape[0] for x in tree if x.shape) for tree in trees]
+    are_arrays = [isinstance(x, _ARRAYS) for x in inputs]
+    # An array of uint32 is a key of random numbers.
+    batches = {x.shape[0] for x in inputs if isinstance(x, _ARRAYS) and x.shape and x.dtype != "uint32"}
+    last = max((i for i, tree in enumerate(trees) if tree), default=-1)
+    if not batches and last >= 0:
+        batches = {size for size, _ in sizes[last].most_common(1)}
+        are_arrays[last] = True
+    return [
+        is_array or (not callable(x) and 2 * sum(count[n] for n in batches) > count.total())
+        for x, is_array, count in zip(inputs, are_arrays, sizes, strict=True)
+    ]
+
+
+def _trace(call: Callable[..., None], arrays: Sequence[Any]) -> Any:
+    """Returns the jaxpr of a call; names shapes that the model holds in places that are not looked into."""
+    try:
+        return jax.make_jaxpr(call)(*arrays)
+    except (TypeError, AttributeError) as error:
+        if jax.ShapeDtypeStruct.__name__ not in str(error):
+            raise
         raise TypeError(
-            f"model must be a callable of the inputs, got {'an unbound ' * unbound}{kind}: write {applied} for Haiku"
-        )
+            "model must not close over jax.ShapeDtypeStruct, which only inputs and functools.partial may hold: write "
+            "sl.diagnose(module.apply, variables, x)"
+        ) from error
 
 
 def _is_flax_attention(layer: Any) -> bool:
     """True for attention layers of Flax itself, whose attention function may be one of this package."""
     names = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(layer).__mro__}
-    return any(("flax", name) in names for name in _FLAX_LAYERS)
+    return any(layer in names for layer in _FLAX_LAYERS)
 
 
 def _merged(findings: Iterable[_Located]) -> Iterator[Finding]:
@@ -248,30 +304,34 @@ def _dense_findings(attention: Sequence[DenseAttention], layers: dict[str, Any])
 
 
 def _in_flax(source: Source) -> bool:
-    return any(source.calls(file, function) for file, function, *_ in _REPLACEMENTS[:2])
+    return any(source.calls(*layer) for layer in _FLAX_LAYERS)
 
 
 def _replacement(attention: DenseAttention) -> str:
     """Returns what to write in place of dense attention."""
     masks = [mask.pattern for mask in attention.masks if mask.pattern is not None]
     saves = len(masks) == 1 and masks[0] not in (Causal(), Full())
-    lengths = {"q_len": attention.q_len, "kv_len": attention.kv_len, "pattern": _code(masks[0]) if saves else "pattern"}
     is_cross = attention.q_len != attention.kv_len
-    choice = "" if saves else "; sl.presets() lists patterns"
-    for file, function, replacement, for_cross in _REPLACEMENTS:
-        if attention.source.calls(file, function):
-            return ((is_cross and for_cross) or replacement).format(**lengths) + choice
     code = f"write {_OP} in place of the two products and the softmax, with arrays [B, T, N, H]"
-    return code.format(**lengths) + choice
+    for library, function, replacement, for_cross in _REPLACEMENTS:
+        if attention.source.calls(library, function):
+            code = (is_cross and for_cross) or replacement
+            break
+    capped, sinks = attention.has_soft_cap, attention.has_sinks
+    options = ", logits_soft_cap=cap" * capped + ", sinks=sinks" * sinks
+    pattern = _code(masks[0]) if saves else "pattern"
+    code = code.format(q_len=attention.q_len, kv_len=attention.kv_len, pattern=pattern, options=options)
+    code += ", where scores become cap * tanh(scores / cap)" * capped
+    code += f",{' and' * capped} where sinks [N] are the logits that join the softmax" * sinks
+    return code + "; sl.presets() lists patterns" * (not saves)
 
 
 def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[_Located]:
     for x in attention:
-        for mask in {(m.shape, m.dtype, m.source): m for m in x.masks}.values():
-            line = "an input" if mask.source is None else mask.source.line
+        for mask in {(m.shape, m.dtype, m.line): m for m in x.masks}.values():
             size = math.prod(mask.shape) * np.dtype(mask.dtype).itemsize / 2**20
             what = f"{mask.dtype} {_listed(mask.shape)}, {size:.1f} MiB, joins the scores of dense attention"
-            yield Finding("dense mask", line, x.times, what, _mask_advice(mask)), ()
+            yield Finding("dense mask", mask.line, x.times, what, _mask_advice(mask)), ()
 
 
 def _mask_advice(mask: DenseMask) -> str:
@@ -377,5 +437,6 @@ def _summary(calls: Sequence[dict[str, Any]], few: Sequence[DenseAttention]) -> 
         numbers[fact["implementation"]] += fact["at"].times
     counted = ", ".join(f"{n} call{'s' * (n > 1)} of {name!r} on {platform()}" for name, n in numbers.items())
     left_out = sum(x.times for x in few)
-    calls_text = f"{left_out} call{'s' * (left_out > 1)} of dense attention with fewer than {_MIN_KEYS} keys"
-    return f"sparse attention: {counted or 'no calls'}" + f"\nleft out: {calls_text}" * bool(few)
+    calls_text = f"{left_out} call{'s' * (left_out > 1)} of dense attention"
+    limits = f"fewer than {_MIN_QUERIES} queries or {_MIN_KEYS} keys"
+    return f"sparse attention: {counted or 'no calls'}" + f"\nleft out: {calls_text} with {limits}" * bool(few)

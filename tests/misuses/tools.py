@@ -6,6 +6,7 @@ import pathlib
 
 from tests.misuse import Misuse
 
+DIAGNOSED = "sl.diagnose(module.apply, variables, x)"
 FILE = pathlib.Path(__file__)  # that is there, and no result of `tune`
 
 
@@ -23,12 +24,22 @@ def command(line):
 
 
 def names():
+    import jax
+    from flax import linen as nn
     from matplotlib.figure import Figure
 
     import sparse_layers as sl
 
+    def generate(x):
+        yield x
+
+    shape = jax.ShapeDtypeStruct((2, 16), "float32")
+
     return {
         "command": command,
+        "generate": generate,
+        "shape": shape,
+        "shapes": jax.eval_shape(nn.Dense(3).init, jax.random.key(0), shape),
         "file": FILE,
         "sparse_fn": sl.make_attention_fn("local:local_attn_ctx=4", 16),
         "planned": sl.make_plan(sl.Causal(), 16),
@@ -43,21 +54,23 @@ MISUSES = [
     # diagnose
     Misuse("sl.diagnose('causal', q)", TypeError, "model", "'causal'", "for a pattern write sl.describe(mask, length)"),
     Misuse("sl.diagnose(mask, q, k)", TypeError, "model", "And", "for a pattern write sl.describe(mask, length)"),
-    Misuse("sl.diagnose(nnx.Linear, q)", TypeError, "model", "the class", "write an instance of it"),
+    Misuse("sl.diagnose(nnx.Linear, q)", TypeError, "model", "the class", "an instance of it is a model"),
+    Misuse("sl.diagnose(nn.Dense, q)", TypeError, "model", "Dense", "sl.diagnose(module.apply, variables, x)"),
+    Misuse("sl.diagnose((nn.Dense(3), {}), q)", TypeError, "model", "got tuple", DIAGNOSED),
+    Misuse("sl.diagnose(nn.Dense(3), q)", TypeError, "model", "an unbound Dense", DIAGNOSED),
+    Misuse("sl.diagnose(None, q)", TypeError, "model", "got None", DIAGNOSED),
+    Misuse("sl.diagnose((x for x in [q]), q)", TypeError, "model", "got generator", "must be a callable of the inputs"),
+    Misuse("sl.diagnose(generate, q)", TypeError, "model", "got a generator", "list(model(*x))"),
     Misuse(
-        "sl.diagnose((nn.Dense(3), {}), q)",
+        "sl.diagnose(jax.jit(jnp.sin).lower(q).compile(), q)",
         TypeError,
         "model",
-        "got tuple",
-        "functools.partial(module.apply, variables)",
+        "Compiled",
+        "write sl.diagnose(f, x) for jax.jit(f)",
     ),
-    Misuse(
-        "sl.diagnose(nn.Dense(3), q)",
-        TypeError,
-        "model",
-        "an unbound Dense",
-        "functools.partial(module.apply, variables)",
-    ),
+    Misuse("sl.diagnose(nn.Dense(3).bind(shapes), q)", TypeError, "model", "jax.ShapeDtypeStruct", DIAGNOSED),
+    Misuse("sl.diagnose(lambda x: x @ shape.T, q)", TypeError, "model", "jax.ShapeDtypeStruct", DIAGNOSED),
+    Misuse("sl.diagnose(jnp.sin, iter([q]))", TypeError, "inputs", "list_iterator", "write next(batches)"),
     Misuse("sl.diagnose(jnp.sin)", ValueError, "inputs", "got ()", "must hold an array or a jax.ShapeDtypeStruct"),
     Misuse("sl.diagnose(jnp.sin, 3.0)", ValueError, "inputs", "(3.0,)", "must hold an array or a jax.ShapeDtypeStruct"),
     Misuse("sl.diagnose(jnp.sin, q, device='h1')", ValueError, "device", "'h1'", "must be the name of a GPU"),

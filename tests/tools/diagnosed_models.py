@@ -13,6 +13,7 @@ SHAPES = {
     "expert": (EXPERTS, D, D),
     "embedding": (300, D),
     "positions": (4 * T, D),  # for longer inputs than those of the tests
+    "latents": (200, D),
 }
 WEIGHTS = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
 ARRAYS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
@@ -80,7 +81,58 @@ def with_positions(w, x):
     return dense(w, x + w["positions"][:T])
 
 
-ATTENTION = dense, by_hand, with_sinks, talking_heads, query_blocks, flattened, after_experts, with_positions
+def grouped(w, x):
+    """Two key heads, that are repeated for four query heads."""
+    q, k, v = project(w, x)
+    k, v = (jnp.repeat(y[..., : D // 2].reshape(B, T, 2, -1), 2, axis=2) for y in (k, v))
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", split_heads(q), k))
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape)
+
+
+ATTENTION = (
+    dense,
+    by_hand,
+    with_sinks,
+    talking_heads,
+    query_blocks,
+    flattened,
+    after_experts,
+    with_positions,
+    grouped,
+)
+
+
+# --- attention whose queries are weights ------------------------------------------------------------------------------
+
+
+def perceiver(w, x):
+    """Latents read all tokens."""
+    q = split_heads(w["latents"] @ w["q"])
+    k, v = (split_heads(x @ w[name]) for name in "kv")
+    return jnp.einsum("blhs,bshd->blhd", jax.nn.softmax(jnp.einsum("lhd,bshd->blhs", q, k)), v)
+
+
+def object_queries(w, x):
+    """Decoded objects begin at 0, and have positions, for each entry of the batch."""
+    objects = jnp.zeros((B, 200, D))
+    return jax.nn.softmax((objects + w["latents"]) @ w["q"] @ (x @ w["k"]).swapaxes(1, 2)) @ (x @ w["v"])
+
+
+def with_terms_of_positions(w, x):
+    """Scores are the sum of three products, two with positions."""
+    q, k, v = project(w, x)
+    q_positions, k_positions = (w["positions"][:T] @ w[name] for name in "qk")
+    scores = jnp.einsum("btd,sd->bts", q, k_positions) + jnp.einsum("td,bsd->bts", q_positions, k)
+    return jax.nn.softmax(q @ k.swapaxes(1, 2) + scores) @ v
+
+
+def latents_after_tokens(w, x):
+    """Latents that have read tokens read each other."""
+    q, k, v = project(w, w["latents"] + x.mean(1, keepdims=True))
+    return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
+
+
+WEIGHTS_AS_QUERIES = perceiver, object_queries, latents_after_tokens, with_terms_of_positions
 
 
 # --- no dense attention ----------------------------------------------------------------------------------------------
@@ -151,6 +203,71 @@ def contrastive(w, x):
     return jax.nn.log_softmax(right @ right.T)[: len(left), :D] + left
 
 
+def tied_embedding(w, x):
+    return jax.nn.softmax(x @ w["embedding"].T) @ w["embedding"]
+
+
+def projected_codebook(w, x):
+    """Soft vector quantization: codes are the keys, and the values."""
+    codes = w["embedding"] @ w["k"]
+    return jax.nn.softmax((x @ w["q"]) @ codes.T) @ codes
+
+
+def codebook_of_heads(w, x):
+    codes, values = (split_heads(w["embedding"] @ w[name]) for name in "kv")
+    weights = jax.nn.softmax(jnp.einsum("bthd,chd->bthc", split_heads(x @ w["q"]), codes))
+    return jnp.einsum("bthc,chd->bthd", weights, values).reshape(x.shape)
+
+
+def memory(w, x):
+    """Keys and values are weights."""
+    return jax.nn.softmax(jax.nn.silu(x @ w["q"]) @ w["embedding"].T) @ (w["embedding"] @ w["v"])
+
+
+def combined_experts(w, x):
+    """All experts compute all tokens, and the softmax over experts weighs them."""
+    outputs = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, w["expert"]))
+    return jnp.einsum("bte,btef->btf", jax.nn.softmax(x @ w["router"]), outputs)
+
+
+def soft_experts(w, x):
+    """Slots of experts are mixtures of tokens, and tokens are mixtures of slots (Soft MoE)."""
+    logits = x @ w["router"]
+    slots = jnp.einsum("bte,btd->bed", jax.nn.softmax(logits, axis=1), x)
+    return jnp.einsum("bte,bed->btd", jax.nn.softmax(logits), jnp.einsum("bed,edf->bef", slots, w["expert"]))
+
+
+def dispatched_experts(w, x):
+    """A router of two layers; the products with its weights sum over tokens."""
+    gates = jax.nn.softmax(jax.nn.relu(x @ w["q"]) @ (w["k"] @ w["router"]))
+    outputs = jnp.einsum("ebd,edf->ebf", jnp.einsum("bte,btd->ebd", gates, x), w["expert"])
+    return jnp.einsum("bte,ebd->btd", gates, outputs)
+
+
+def slots(w, x):
+    """Tokens are divided between slots, the other axis than that of attention."""
+    logits = jnp.einsum("ld,bsd->bls", w["latents"] @ w["q"], x @ w["k"])
+    shares = jax.nn.softmax(logits, axis=1)
+    return (shares / shares.sum(2, keepdims=True)) @ (x @ w["v"])
+
+
+def efficient_attention(w, x):
+    """Features of keys have a softmax over tokens, and no query meets a key."""
+    q, k, v = project(w, x)
+    return jax.nn.softmax(q) @ (jax.nn.softmax(k, axis=1).swapaxes(1, 2) @ v)
+
+
+def pooling_of_heads(w, x):
+    weights = jax.nn.softmax(x @ w["q"][:, :HEADS], axis=1)
+    return jnp.einsum("bth,bthd->bhd", weights, split_heads(x @ w["v"]))
+
+
+def expected_position(w, x):
+    """Matches of two images: values are coordinates."""
+    q, k, _ = project(w, x)
+    return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ np.indices((16, T // 16)).reshape(2, -1).T
+
+
 def linear_attention(w, x):
     q, k, v = project(w, x)
     return jax.nn.softmax(q) @ (jnp.exp(k).swapaxes(1, 2) @ v)
@@ -174,7 +291,18 @@ NO_ATTENTION = (
     classifier,
     expected_embedding,
     contrastive,
+    tied_embedding,
+    projected_codebook,
+    codebook_of_heads,
+    memory,
+    combined_experts,
+    soft_experts,
+    dispatched_experts,
+    slots,
     linear_attention,
+    efficient_attention,
     pooling,
+    pooling_of_heads,
+    expected_position,
     mlp,
 )
