@@ -329,8 +329,8 @@ class _Reader:
     def _constant_part(self, equation: Any, values: list[_Value], path: str) -> _Value | None:
         """Returns the constant part of a mask that inputs limit, as padding does."""
         if any(x.constant for x in values):
-            part = self._elementwise(equation, [x.constant or x for x in values], path)
-            return part if part.evaluate else part.constant
+            constant = self._elementwise(equation, [x.constant or x for x in values], path)
+            return constant if constant.evaluate else constant.constant
         constants = [x for x in values if x.evaluate is not None and x.is_pairwise]
         return constants[0] if constants and equation.primitive.name == "and" else None
 

@@ -200,10 +200,10 @@ def _check_model(model: Any) -> None:
 def _arrays(model: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., None], list[Any], list[int]]:
     """Returns a call of the model as a function of all its arrays, these arrays, and the numbers of those of data."""
     is_partial = isinstance(model, functools.partial)
-    held = (model.func, model.args, model.keywords) if is_partial else (model, (), {})
+    bound = (model.func, model.args, model.keywords) if is_partial else (model, (), {})
     of_inputs = _are_data(inputs)
-    leaves, structure = jax.tree.flatten((held, inputs))
-    are_data = [False] * len(jax.tree.leaves(held))
+    leaves, structure = jax.tree.flatten((bound, inputs))
+    are_data = [False] * len(jax.tree.leaves(bound))
     for x, is_data in zip(inputs, of_inputs, strict=True):
         are_data += [is_data] * len(jax.tree.leaves(x))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
