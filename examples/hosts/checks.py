@@ -1,8 +1,10 @@
 """Shared by the checks of adapters: a table of differences from a host's own dense attention, with their budgets."""
 
 import argparse
+import ast
+import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,29 @@ def path_argument(description: str | None, meaning: str) -> str:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help=meaning)
     return parser.parse_args().path
+
+
+def check_hook(folder: pathlib.Path, edits: Sequence[tuple[str, str, str, str]]) -> None:
+    """Ends the process with a list of the lines of a hook that the files of a host lack, and where they belong.
+
+    Args:
+      folder: the folder of the host.
+      edits: the file of a line, the function or class there, words of the line, and its position in the function.
+    """
+    missing = []
+    for file, name, words, position in edits:
+        if not (folder / file).is_file():
+            raise SystemExit(f"PATH must have {file}, got {folder}: follow README.md")
+        source = (folder / file).read_text()
+        try:
+            compile(source, file, "exec")
+        except SyntaxError as error:
+            raise SystemExit(f"{file} is no valid Python, so the hook is in a wrong line: {error}") from error
+        nodes = [x for x in ast.walk(ast.parse(source)) if getattr(x, "name", None) == name]
+        if not any(words in (ast.get_source_segment(source, x) or "") for x in nodes):
+            missing.append(f"  {file}, {name}, {position}: {words}")
+    if missing:
+        raise SystemExit("\n".join(["PATH lacks lines of the hook; README.md shows them:", *missing]))
 
 
 def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:

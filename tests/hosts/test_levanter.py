@@ -46,8 +46,10 @@ class Named:
         assert len(axes) == len(self.axes)
         return Named(self.array.transpose([self.axes.index(axis) for axis in axes]), tuple(axes))
 
-    def broadcast_axis(self, axis):
-        return Named(jnp.broadcast_to(self.array, (axis.size, *self.array.shape)), (axis, *self.axes))
+    def broadcast_axis(self, axes):
+        new = [axis for axis in axes if axis not in self.axes]
+        shape = (*(axis.size for axis in new), *self.array.shape)
+        return Named(jnp.broadcast_to(self.array, shape), (*new, *self.axes))
 
     def rename(self, names):
         return Named(self.array, tuple(Axis(names.get(axis.name, axis.name), axis.size) for axis in self.axes))
@@ -128,6 +130,30 @@ def test_explicit_masks():
     check(mask_of(explicit_mask=named, is_causal=True), dense & (K <= Q))
 
 
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_arrays_with_heads_first(has_batch):
+    """The axes of sinks are heads and those of ids are not, wherever they stand."""
+    q, k, v, _ = arrays()
+    sinks, ids = jnp.linspace(-1, 1, 4), np.broadcast_to(IDS[0], (2, 64))
+    batch = (BATCH,) if has_batch else ()
+    query = Named(q.reshape(2, 64, 2, 2, 16), (BATCH, QUERIES, KV_HEAD, GROUP, SIZE))
+    query = query.rearrange((KV_HEAD, BATCH, GROUP, QUERIES, SIZE))
+    key, value = Named(k, (BATCH, KEYS, KV_HEAD, SIZE)), Named(v, (BATCH, KEYS, KV_HEAD, VALUES))
+    named = Named(jnp.asarray(ids), (BATCH, QUERIES))
+    if not has_batch:
+        query, key, value, named = (
+            Named(jnp.take(x.array, 0, x.axes.index(BATCH)), tuple(axis for axis in x.axes if axis is not BATCH))
+            for x in (query, key, value, named)
+        )
+    for sink in (None, Named(sinks.reshape(2, 2), (KV_HEAD, GROUP))):
+        mask = mask_of(is_causal=True, segment_ids=(named, named))
+        out = attend(POSITIONS, query, key, value, mask, lambda axes: [None] * len(axes), attn_sink=sink)
+        out = out.rearrange((*batch, QUERIES, KV_HEAD, GROUP, VALUES)).array.reshape(-1, 64, 4, 8)
+        options = {"sinks": None if sink is None else sinks, "segment_ids": jnp.asarray(ids)}
+        right = sl.block_sparse_attention(q, k, v, sl.Causal(), **options)
+        assert np.allclose(out, right[: len(out)], atol=1e-6)
+
+
 def test_it_hands_over_the_sharding(monkeypatch):
     seen = []
     operation = sl.block_sparse_attention
@@ -143,15 +169,29 @@ def test_it_hands_over_the_sharding(monkeypatch):
 
 
 BY_ENTRY = Named(jnp.ones((2, 64, 64), bool), (BATCH, QUERIES, KEYS))
+FLOATS = Named(jnp.zeros((64, 64)), (QUERIES, KEYS))
 LENGTHS = Named(jnp.array([3, 4]), (BATCH,))
 
 
 @pytest.mark.parametrize(
     ("mask", "options", "words"),
     [
+        (mask_of(is_causal=True, sliding_window=0), {}, "sliding_window must be None or an integer >= 1, got 0"),
+        (mask_of(sliding_window=2.5), {}, "sliding_window must be None or an integer >= 1, got 2.5"),
+        (mask_of(is_causal=True, prefix_length=-1), {}, "prefix_length must be None or an integer >= 0, got -1"),
+        (FLOATS, {}, "explicit_mask must be a named bool array, .*got an array .*float32"),
+        (mask_of(explicit_mask=FLOATS), {}, "explicit_mask must be a named bool array, .*got an array .*float32"),
+        (jnp.ones((64, 64), bool), {}, "explicit_mask must be a named bool array, .*got Array"),
+        ("causal", {}, "explicit_mask must be a named bool array, .*got 'causal'"),
+        (mask_of(segment_ids=(LENGTHS, FLOATS)), {}, "segment_ids must be a named integer array, .*got an array"),
+        (mask_of(is_causal=True, prefix_lengths=FLOATS), {}, "prefix_lengths must be a named integer array, .*got an"),
+        (mask_of(is_causal=True, prefix_mask=LENGTHS), {}, "prefix_mask must be a named bool array, .*got an array"),
+        (None, {"scaling_factor": jnp.ones(4)}, "scaling_factor must be a Python number or None, got Array"),
+        (None, {"attn_sink": jnp.ones(4)}, "attn_sink must be a named floating array, of axes among .*got Array"),
+        (None, {"attn_sink": LENGTHS}, "attn_sink must be a named floating array, .*got an array .*int32"),
         (None, {"bias": BY_ENTRY}, "bias must be None or 0, got an array"),
         (None, {"dropout": 0.1}, "dropout must be None or 0, got 0.1"),
-        (mask_of(explicit_mask=BY_ENTRY), {}, "explicit_mask must have the axes position and key_position alone"),
+        (mask_of(explicit_mask=BY_ENTRY), {}, r"explicit_mask must be .*\['position', 'key_position'\], got"),
         (mask_of(is_causal=True, causal_offset=LENGTHS), {}, "causal_offset must be None"),
         (mask_of(prefix_length=4), {}, "is_causal must be True beside a prefix, got False"),
         (mask_of(is_causal=True, prefix_lengths=LENGTHS, sliding_window=8), {}, "sliding_window must be None .* got 8"),

@@ -127,15 +127,42 @@ def test_what_it_does_not_compute_is_refused_by_name():
     register_kernel("sparse")(sparse_kernel(GRID, "radial"))
     register_kernel("cubes")(sparse_kernel(GRID, Cubes(2)))
     arrays = arrays_of(TOKENS)[:3]
-    with pytest.raises(NotImplementedError, match="is_causal must be False, got True"):
+    with pytest.raises(ValueError, match="is_causal must be False, got True; write attention=dot_product"):
         apply_attention("sparse", *arrays, is_causal=True)
     with pytest.raises(ValueError, match=r"grid must have the 7 tokens of self-attention, got \(3, 4, 5\)"):
         apply_attention("sparse", *(x[:, :7] for x in arrays))
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 60\] or \[1, 60\], got \(2, 1, 60\)"):
         apply_attention("sparse", *arrays, mask=jnp.ones((2, 1, TOKENS), bool))
-    with pytest.raises(NotImplementedError, match="Cubes need attention_mask=None"):
+    with pytest.raises(ValueError, match=r"attention_mask must be None with Cubes, got \(2, 60\); write a preset"):
         apply_attention("cubes", *arrays, mask=jnp.ones((2, TOKENS), bool))
     with pytest.raises(ValueError, match="unknown"):
         sparse_kernel(GRID, "no_preset")
-    with pytest.raises(ValueError, match="cube must have at most 64 tokens, got"):
-        Cubes(2, (5, 5, 5))
+
+
+@pytest.mark.parametrize("grid", [256, (16, 16), (3.0, 4, 5), (3, 0, 5), "3x4x5", None, np.array([3, 4, 5])])
+def test_a_wrong_grid_is_named(grid):
+    with pytest.raises(ValueError, match=r"grid must be frames, height and width, .*got .*; write grid=\(21, 45, 80\)"):
+        sparse_kernel(grid, "radial")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [((4, 4, 4), 3), (0,), (-1,), (2.5,), (2, (5, 5, 5)), (2, (4, 4)), (2, (4, 0, 4)), (2, 4)],
+)
+def test_wrong_cubes_are_named(options):
+    with pytest.raises(
+        ValueError, match=r"pattern must have integers >= 1, .* <= 64, got Cubes\(count=.*; write Cubes"
+    ):
+        Cubes(*options)
+
+
+@pytest.mark.parametrize("pattern", ["radial:shape=3x4x5", "sliding_window:window=4", "causal"])
+def test_a_preset_with_its_own_shape_or_without_one_is_named(pattern):
+    with pytest.raises(ValueError, match=f"pattern must name a preset of grids, .*got '{pattern}'; write pattern="):
+        sparse_kernel(GRID, pattern)
+
+
+@pytest.mark.parametrize("pattern", [None, 3, Cubes, sl.MoBA()])
+def test_no_pattern_is_refused_before_the_kernel_exists(pattern):
+    with pytest.raises(TypeError, match=r"mask must be a Mask .*got"):
+        sparse_kernel(GRID, pattern)

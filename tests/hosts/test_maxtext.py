@@ -97,6 +97,23 @@ def test_moba_selects_as_the_scorer_does():
     assert not np.array_equal(out, attend(op_of(), q, k, v, None))
 
 
+def test_moba_in_bfloat16_selects_by_float32_means():
+    """Means in bfloat16 select other chunks for some of these queries."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in arrays()[:3])
+    scorer = sl.MoBA(block=16, count=2)
+    right, rounded = scorer.select(q.astype(jnp.float32), k.astype(jnp.float32)), scorer.select(q, k)
+    assert not np.array_equal(right.ids, rounded.ids)
+    out = attend(op_of(config={"moba": True}), q, k, v, None)
+    assert np.array_equal(out, sl.block_sparse_attention(q, k, v, sl.Causal(), selection=right, scale=1.0))
+
+
+def test_moba_takes_quantized_keys():
+    q, k, v, _ = arrays()
+    quantized = types.SimpleNamespace(dequant=lambda: k)
+    moba = op_of(config={"moba": True})
+    assert np.array_equal(attend(moba, q, quantized, v, None), attend(moba, q, k, v, None))
+
+
 def test_it_hands_over_the_sharding(monkeypatch):
     seen = []
     monkeypatch.setattr(sl, "block_sparse_attention", lambda *arrays, **options: seen.append(options["query_sharding"]))
@@ -116,18 +133,42 @@ SPANS = jnp.zeros((2, TOKENS), bool)
         (op_of(), {"record_max_logits": True}, "record_max_logits must be None, 0 or False, got True"),
         (op_of(dropout_rate=0.1), {}, "dropout_rate must be None, 0 or False, got 0.1"),
         (op_of(config={"using_pipeline_parallelism": True}), {}, "using_pipeline_parallelism must be"),
-        (op_of(mesh_shape={"context": 2}), {}, "context_parallel_load_balance must be"),
-        (op_of("compressed"), {}, "attention_type must be global, .* got 'compressed'"),
-        (op_of("local_sliding"), {}, "sliding_window_size must be an integer >= 1, got None"),
-        (
-            op_of("local_sliding", sliding_window_size=8),
-            {"bidirectional_mask": SPANS},
-            "longest_span must be .* 8, got",
-        ),
+        (op_of("compressed"), {}, "attention_type must be one of global, .*, got 'compressed'"),
         (op_of("chunk", chunk_attn_window_size=8), {"bidirectional_mask": SPANS}, "bidirectional_mask must be None"),
         (op_of("full", config={"moba": True}), {}, "moba needs attention_type global"),
     ],
 )
 def test_what_it_does_not_serve(op, options, words):
     with pytest.raises(NotImplementedError, match=words + ".*write attention=dot_product"):
+        attend(op, *arrays()[:3], None, **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "words", "instead"),
+    [
+        (op_of(attn_logits_soft_cap=-2), "must be None, 0 or positive, got -2", "attn_logits_soft_cap=0"),
+        (op_of("chunk"), "must be an integer >= 1, got None", "chunk_attn_window_size=256"),
+        (op_of("chunk", chunk_attn_window_size=0), "must be an integer >= 1, got 0", "chunk_attn_window_size=256"),
+        (op_of("local_sliding"), "must be an integer >= 1, got None", "sliding_window_size=256"),
+        (op_of("local_sliding", sliding_window_size=-4), "an integer >= 1, got -4", "sliding_window_size=256"),
+        (
+            op_of(config={"moba": True, "moba_chunk_size": 1024}),
+            "must be a multiple of 16 from 16 to 512, got 1024",
+            "moba_chunk_size=512",
+        ),
+        (op_of(config={"moba": True, "moba_chunk_size": 24}), "from 16 to 512, got 24", "moba_chunk_size=512"),
+        (op_of(config={"moba": True, "moba_topk": 0}), "must be an integer >= 1, got 0", "moba_topk=8"),
+        (op_of(mesh_shape={"context": 2}), "must be False .*, got True", "context_parallel_load_balance=false"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_to_write(op, words, instead):
+    name = instead.partition("=")[0]
+    with pytest.raises(NotImplementedError, match=f"attention=sparse: {name} .*{words}; write {instead}"):
+        attend(op, *arrays()[:3], None)
+
+
+@pytest.mark.parametrize("longest", [None, 0, 9, 2.0])
+def test_a_window_beside_images_needs_their_length(longest):
+    op, options = op_of("local_sliding", sliding_window_size=8), {"bidirectional_mask": SPANS, "longest_span": longest}
+    with pytest.raises(NotImplementedError, match=r"longest_span must be from 1 to .*8, got .*write longest_span=8 in"):
         attend(op, *arrays()[:3], None, **options)

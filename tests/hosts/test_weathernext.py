@@ -80,6 +80,13 @@ def test_layers_share_a_plan_and_a_new_mask_has_its_own(monkeypatch):
     assert len(planned) == 2 and not np.allclose(first[-1], second)
 
 
+def test_a_matrix_for_all_heads_is_a_mask():
+    q, k, v, _ = arrays()
+    matrix = mask_of("lazy").masks[0].mask
+    results = [splash_mha(mesh_attention(), x, q, k, v) for x in (matrix, matrix.tocoo(), matrix.toarray())]
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+
+
 def test_stored_zeros_are_no_edges():
     mask = mask_of("lazy")
     zeros = mask.masks[0].mask.copy().astype(np.int32)
@@ -93,9 +100,30 @@ def test_stored_zeros_are_no_edges():
 def test_what_it_does_not_compute_is_refused_by_name():
     q, k, v, _ = arrays()
     different = MultiHeadMask([WeatherMeshMask(scipy.sparse.csr_matrix(NEAR)) for _ in range(HEADS)])
-    with pytest.raises(NotImplementedError, match="mask must be one WeatherMeshMask for all heads"):
+    with pytest.raises(ValueError, match=r"mask must be one WeatherMeshMask for all heads, got .*attention_type="):
         splash_mha(mesh_attention(), different, q, k, v)
-    with pytest.raises(ValueError, match=r"mask must have \(64, 80\) queries and keys, got \(50, 50\)"):
+    with pytest.raises(ValueError, match=r"mask must have \(64, 80\) queries and keys, .*got \(50, 50\)"):
         splash_mha(mesh_attention(), NEAR, q, k, v)
     with pytest.raises(ValueError, match=r"vertices must be those of the mask, got 100 for \(64, 80\)"):
         splash_mha(mesh_attention(np.r_[POINTS, POINTS]), mask_of("lazy"), q, k, v)
+
+
+def mask_by_head():
+    return np.stack([mask_of("full")] * HEADS)
+
+
+@pytest.mark.parametrize(
+    ("vertices", "mask", "soft_cap", "words"),
+    [
+        (None, mask_by_head(), None, r"mask must have \(64, 80\) .*, the same for all heads, got \(2, 64, 80\)"),
+        (None, None, None, "mask must be one WeatherMeshMask for all heads, got None"),
+        (None, "lazy", None, r"mask must have \(64, 80\) .*got array\('lazy'"),
+        (None, mask_of("lazy"), -2, "tanh_soft_cap must be None or positive, got -2"),
+        (POINTS[:, :2], mask_of("lazy"), None, r"vertices must be positions \[nodes, 3\], got \(50, 2\)"),
+        (6, mask_of("lazy"), None, r"vertices must be positions \[nodes, 3\], got 6"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(vertices, mask, soft_cap, words):
+    q, k, v, _ = arrays()
+    with pytest.raises(ValueError, match=f"mesh_attention: {words}.*write "):
+        splash_mha(mesh_attention(vertices), mask, q, k, v, tanh_soft_cap=soft_cap)

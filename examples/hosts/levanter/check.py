@@ -1,5 +1,6 @@
 """Compares the adapter with levanter's `attn_backend: vanilla`, in a patched copy of it: values and gradients.
 
+Run it from the root of a clone of sparse_layers, which needs no installation:
 python -m examples.hosts.levanter.check PATH
 """
 
@@ -11,24 +12,32 @@ import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
+if not __package__:  # started by the name of this file
+    raise SystemExit(__doc__)
+
 import jax
 import jax.numpy as jnp
 
 import sparse_layers as sl
 
-from ..checks import Table, path_argument, with_gradients
+from ..checks import Table, check_hook, path_argument, with_gradients
 
 BATCH, TOKENS, KV_HEADS, GROUP, SIZE = 2, 256, 2, 2, 32
 WINDOW = 40
+ADAPTER, ATTENTION = "levanter/layers/sparse_adapter.py", "levanter/layers/attention.py"
+HOOK = [
+    (ADAPTER, "attend", "sl.block_sparse_attention", "which is the copy of adapter.py"),
+    (ATTENTION, "AttentionBackend", 'SPARSE = "sparse"', "as a member"),
+    (ATTENTION, "dot_product_attention", "case AttentionBackend.SPARSE:", "in `match attn_backend`, before `case _`"),
+    (ATTENTION, "dot_product_attention", "sparse_adapter import attend", "in the case AttentionBackend.SPARSE"),
+]
 
 
 class Host:
     """levanter's attention in a folder that has hook.patch and the adapter."""
 
     def __init__(self, path: str):
-        adapter = pathlib.Path(path) / "levanter" / "layers" / "sparse_adapter.py"
-        if not adapter.is_file():
-            raise SystemExit(f"PATH must have levanter/layers/sparse_adapter.py, got {path}: follow README.md")
+        check_hook(pathlib.Path(path), HOOK)
         sys.path.insert(0, path)
         self.attention: Any = importlib.import_module("levanter.layers.attention")
         self.hax: Any = importlib.import_module("haliax")

@@ -1,5 +1,6 @@
 """Compares the adapter with MaxText's `attention=dot_product`, in a patched checkout of it: values and gradients.
 
+Run it from the root of a clone of sparse_layers, which needs no installation:
 python -m examples.hosts.maxtext.check PATH_TO_CHECKOUT
 """
 
@@ -12,16 +13,28 @@ import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
+if not __package__:  # started by the name of this file
+    raise SystemExit(__doc__)
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
 
-from ..checks import Table, path_argument, with_gradients
+from ..checks import Table, check_hook, path_argument, with_gradients
 
 BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 2, 256, 4, 2, 32
 CHUNK, WINDOW = 48, 40
+ADAPTER, OP = "layers/sparse_adapter.py", "layers/attention_op.py"
+DECODING = '(self.attention_kernel == "sparse" and model_mode == MODEL_MODE_AUTOREGRESSIVE)'
+HOOK = [
+    (ADAPTER, "attend", "sl.block_sparse_attention", "which is the copy of adapter.py"),
+    (OP, "apply_attention", "sparse_adapter.attend(", 'before `elif self.attention_kernel == "cudnn_flash_te"`'),
+    (OP, "apply_attention", DECODING, "in the condition of `return self.apply_attention_dot`"),
+    (OP, "__init__", '"sparse"', "in the names of block diffusion"),
+    ("configs/types.py", "set_derived_and_validate_values", '"sparse"', "in the names of MoBA and of block diffusion"),
+]
 LOCAL: dict[str, Any] = {"kind": "local_sliding", "sliding_window_size": WINDOW}
 
 
@@ -30,9 +43,7 @@ class Host:
 
     def __init__(self, checkout: str):
         self.source = pathlib.Path(checkout) / "src"
-        adapter = self.source / "maxtext" / "layers" / "sparse_adapter.py"
-        if not adapter.is_file():
-            raise SystemExit(f"PATH_TO_CHECKOUT must have {adapter.relative_to(checkout)}: follow README.md")
+        check_hook(self.source / "maxtext", HOOK)
         sys.path.insert(0, str(self.source))
         self.op: Any = importlib.import_module("maxtext.layers.attention_op")
         self.types: Any = importlib.import_module("maxtext.common.common_types").AttentionType
@@ -123,8 +134,6 @@ def check_calls(host: Host, table: Table) -> None:
         "soft cap, window, documents": local | {"attn_logits_soft_cap": 2.0, "call": call},
         "prefill, documents": {"mode": "prefill", "call": call},
         "decoding, which stays MaxText's": {"mode": "autoregressive", "call": call},
-        "MoBA": {"moba": True, "moba_chunk_size": 32, "moba_topk": 3},
-        "MoBA, documents": {"moba": True, "moba_chunk_size": 32, "moba_topk": 3, "call": call},
     }
     for name, options in cases.items():
         compare(host, table, name, arrays_of(), **options)
@@ -137,6 +146,29 @@ def check_calls(host: Host, table: Table) -> None:
     for axes in ({"data": 2, "tensor": 2}, {"fsdp": 2, "context": 2}):
         options = local | {"call": call, "mesh_sizes": axes, "context_parallel_load_balance": False}
         compare(host, table, f"window, documents, devices {axes}", arrays_of(), **options)
+
+
+def check_moba(host: Host, table: Table) -> None:
+    """Compares MoBA with the dense path, whose chunks are those of the unchanged inputs also for the budget.
+
+    Changed inputs select other chunks for some queries. A budget with these changes would allow wrong selections.
+    """
+    op, moba = host.op.AttentionOp, {"moba": True, "moba_chunk_size": 32, "moba_topk": 3}
+    mask = op._generate_moba_mask
+    documents = sl.segment_ids_from_lengths([[100, 60, 70], [30, 200, 0]], TOKENS) + 1
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "MoBA": (jnp.float32, {}),
+        "MoBA, documents": (jnp.float32, {"call": {"ids": documents}}),
+        "MoBA, bfloat16": (jnp.bfloat16, {"float32_logits": True}),
+    }
+
+    def mask_of(self: Any, unchanged: list[jax.Array], query: Any, key: Any, positions: Any) -> jax.Array:
+        return mask(self, *unchanged, positions)
+
+    for name, (dtype, options) in cases.items():
+        arrays = arrays_of(dtype)
+        with unittest.mock.patch.object(op, "_generate_moba_mask", functools.partialmethod(mask_of, arrays[:2])):
+            compare(host, table, name, arrays, **moba, **options)
 
 
 def compare(host: Host, table: Table, name: str, arrays: list[jax.Array], **options: Any) -> None:
@@ -193,6 +225,7 @@ def check_refusals(host: Host, table: Table) -> None:
         "images, chunks": (chunk | {"call": {"bidirectional_mask": spans}}, "bidirectional_mask"),
         "attention_type compressed": ({"kind": "compressed"}, "attention_type"),
         "dropout": ({"dropout_rate": 0.1}, "dropout_rate"),
+        "MoBA of chunks of 1024": ({"moba": True, "moba_chunk_size": 1024, "moba_topk": 3}, "moba_chunk_size"),
         "context_parallel_load_balance": ({"mesh_sizes": {"context": 2}}, "context_parallel_load_balance"),
     }
     for name, (options, words) in cases.items():
@@ -206,6 +239,7 @@ def main() -> None:
     logging.disable(logging.WARNING)  # MaxText warns of folders and data sets at each configuration
     host, table = Host(checkout), Table()
     check_calls(host, table)
+    check_moba(host, table)
     check_other_kernels(host, table)
     check_refusals(host, table)
     check_host(host, table)

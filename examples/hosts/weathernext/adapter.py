@@ -22,30 +22,33 @@ def mesh_attention(vertices: np.ndarray | None = None) -> Callable[..., Callable
       vertices: [nodes, 3], the mesh's nodes in the model's order. Attention then sorts nodes by their places on the
         sphere, and its result back, so that fewer blocks are computed.
     """
+    fits = vertices is None or (np.ndim(vertices) == 2 and np.shape(vertices)[1] == 3)
+    check(fits, "vertices", vertices, "must be positions [nodes, 3]", "mesh.vertices[order], as README.md has it")
     nodes = None if vertices is None else sl.spatial_order(vertices)
-    planned: dict[str, Any] = {"mask": None}  # the last mask and its plan: all layers of a model share one mask
+    planned: dict[str, Any] = {"mask": ()}  # the last mask and its plan: all layers of a model share one mask
 
     def order(length: int) -> np.ndarray:  # padding, which has no edges, follows the nodes
         return np.arange(length) if nodes is None else np.r_[nodes, len(nodes) : length]
 
     def plan_of(mask: Any, shape: tuple[int, int]) -> sl.Plan:
         if planned["mask"] is not mask:
-            heads = [getattr(head, "mask", None) for head in getattr(mask, "masks", [])]
-            if heads and any(head is None or head is not heads[0] for head in heads):
-                raise NotImplementedError(f"mesh_attention: mask must be one WeatherMeshMask for all heads, got {mask}")
-            edges: Any = scipy.sparse.csr_array(heads[0] if heads else np.asarray(mask)) != 0
-            if edges.shape != shape:
-                raise ValueError(f"mesh_attention: mask must have {shape} queries and keys, got {edges.shape}")
+            heads = [getattr(head, "mask", None) for head in getattr(mask, "masks", [])] or [mask]
+            rule = "must be one WeatherMeshMask for all heads"
+            check(all(head is heads[0] for head in heads) and heads[0] is not None, "mask", mask, rule)
+            edges: Any = heads[0] if scipy.sparse.issparse(heads[0]) else np.asarray(heads[0])
+            check(edges.shape == shape, "mask", edges, f"must have {shape} queries and keys, the same for all heads")
+            edges = scipy.sparse.csr_array(edges) != 0
             if nodes is not None:
-                if len(nodes) > min(shape):
-                    raise ValueError(
-                        f"mesh_attention: vertices must be those of the mask, got {len(nodes)} for {shape}"
-                    )
+                is_of_mask = len(nodes) <= min(shape)
+                check(is_of_mask, "vertices", vertices, f"must be those of the mask, {shape}", "mesh.vertices[order]")
                 edges = edges[order(shape[0])][:, order(shape[1])]
             planned.update(mask=mask, plan=sl.make_plan(sl.from_csr(edges), *shape))
         return planned["plan"]
 
     def make_splash_mha(mask: Any, *_: Any, tanh_soft_cap: float | None = None, **__: Any) -> Callable[..., jax.Array]:
+        fits = tanh_soft_cap is None or tanh_soft_cap > 0
+        check(fits, "tanh_soft_cap", tanh_soft_cap, "must be None or positive", "tanh_soft_cap=None")
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:  # [N, T, H] and [N, S, H]; q is scaled
             plan = plan_of(mask, (q.shape[1], k.shape[1]))
             if nodes is not None:
@@ -57,3 +60,10 @@ def mesh_attention(vertices: np.ndarray | None = None) -> Callable[..., Callable
         return attend
 
     return make_splash_mha
+
+
+def check(is_right: bool, name: str, value: Any, rule: str, instead: str = 'attention_type="mha"') -> None:
+    """Raises an error that names the argument, its rule, its value or shape, and what to write instead."""
+    if not is_right:
+        got = getattr(value, "shape", None) or f"{value!r:.80}"
+        raise ValueError(f"mesh_attention: {name} {rule}, got {got}; write {instead}")

@@ -1,5 +1,6 @@
 """Compares the adapter with WeatherNext's dense path, in a checkout of it: values, gradients and weights.
 
+Run it from the root of a clone of sparse_layers, which needs no installation:
 python -m examples.hosts.weathernext.check PATH_TO_CHECKOUT
 """
 
@@ -8,6 +9,9 @@ import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
+
+if not __package__:  # started by the name of this file
+    raise SystemExit(__doc__)
 
 import jax
 import jax.numpy as jnp
