@@ -35,6 +35,9 @@ class Named:
     array: jax.Array
     axes: tuple[Axis, ...]
 
+    def __bool__(self):
+        raise ValueError("arrays of several elements are neither true nor false")
+
     @property
     def axis_names(self):
         return tuple(axis.name for axis in self.axes)

@@ -104,7 +104,7 @@ def test_what_it_does_not_compute_is_refused_by_name():
         splash_mha(mesh_attention(), different, q, k, v)
     with pytest.raises(ValueError, match=r"mask must have \(64, 80\) queries and keys, .*got \(50, 50\)"):
         splash_mha(mesh_attention(), NEAR, q, k, v)
-    with pytest.raises(ValueError, match=r"vertices must be those of the mask, got 100 for \(64, 80\)"):
+    with pytest.raises(ValueError, match=r"vertices must be those of the mask, \(64, 80\), got \(100, 3\)"):
         splash_mha(mesh_attention(np.r_[POINTS, POINTS]), mask_of("lazy"), q, k, v)
 
 

@@ -24,9 +24,9 @@ def attend(positions: Any, query: Any, key: Any, value: Any, mask: Any, pspec: A
         check(x is None or not (hasattr(x, "axes") or x), name, x, "must be None or 0")
     check(scale is None or isinstance(scale, float | int), "scaling_factor", scale, "must be a Python number or None")
     fields = {name: getattr(mask, name, None) for name in DTYPES}
-    q_ids, kv_ids = fields.pop("segment_ids") or (None, None)
+    ids = fields.pop("segment_ids") or ()  # of queries and of keys
     explicit = fields.pop("explicit_mask") if hasattr(mask, "is_causal") else mask
-    by_token = {axis for x in (q_ids, kv_ids, *fields.values()) for axis in getattr(x, "axes", ())}
+    by_token = {axis for x in (*ids, *fields.values()) for axis in getattr(x, "axes", ())}
     q_pos, k_pos, size = (x.resolve_axis(y) for x, y in zip((query, key, query), positions, strict=True))
     value_size = next((axis for axis in value.axes if axis not in key.axes), size)
     shared = [axis for axis in query.axes if axis in key.axes and axis not in (k_pos, size)]
@@ -49,11 +49,11 @@ def attend(positions: Any, query: Any, key: Any, value: Any, mask: Any, pspec: A
         pattern = pattern.dense(q_pos.size, k_pos.size) & flat("explicit_mask", explicit, [q_pos], [k_pos])
     q, k = flat("query", query, batch, [q_pos], heads, [size]), flat("key", key, batch, [k_pos], kv_heads, [size])
     v = flat("value", value, batch, [k_pos], kv_heads, [value_size])
-    ids = q_ids and (flat("segment_ids", q_ids, batch, [q_pos]), flat("segment_ids", kv_ids, batch, [k_pos]))
+    ids = [flat("segment_ids", x, batch, [axis]) for x, axis in zip(ids, (q_pos, k_pos), strict=False)]
     sink, axes = None if sinks is None else flat("attn_sink", sinks, heads), (*batch, q_pos, *heads, value_size)
     spec = (tuple(jax.tree.leaves([*pspec(tuple(x))])) or None for x in (batch, [q_pos], heads))
-    more: Any = {"segment_ids": ids, "order_ids": order, "query_sharding": jax.sharding.PartitionSpec(*spec)}
-    out = sl.block_sparse_attention(q, k, v, pattern, scale=scale, logits_soft_cap=cap, sinks=sink, **more)
+    more: Any = {"segment_ids": tuple(ids) or None, "scale": scale, "query_sharding": jax.sharding.PartitionSpec(*spec)}
+    out = sl.block_sparse_attention(q, k, v, pattern, order_ids=order, sinks=sink, logits_soft_cap=cap, **more)
     return type(query)(out.reshape([axis.size for axis in axes]), axes)
 
 
@@ -76,9 +76,5 @@ def pattern_of(mask: Any, q_len: int, kv_len: int, prefixes: list[jax.Array]) ->
 def check(is_right: bool, name: str, value: Any, rule: str) -> None:
     """Raises an error that names the argument, its rule, its value, and what to write instead."""
     if not is_right:
-        value = (
-            f"an array {value.axes} of {value.array.dtype}"
-            if hasattr(value, "axes")
-            else " ".join(f"{value!r:.80}".split())
-        )
+        value = f"an array {value.axes} of {value.array.dtype}" if hasattr(value, "axes") else f"{value!r:.40}"
         raise NotImplementedError(f"attn_backend=sparse: {name} {rule}, got {value}; or write attn_backend=vanilla")

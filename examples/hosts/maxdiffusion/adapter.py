@@ -63,7 +63,7 @@ def sparse_kernel(grid: tuple[int, int, int], pattern: Any) -> Any:
             check(mask is None, "attention_mask", mask, "must be None with Cubes", "a preset, which takes it")
             return pattern.attend(q, k, v, scale, grid).reshape(batch, t, -1)
         ids = mask if mask is None else (np.zeros((batch, t), int), jnp.where(mask, 0, -1) + np.zeros((batch, 1), int))
-        masks = sl.Full() if is_cross else pattern
+        masks: Any = sl.Full() if is_cross else pattern
         return sl.block_sparse_attention(q, k, v, masks, segment_ids=ids, scale=scale).reshape(batch, t, -1)
 
     return kernel
@@ -74,7 +74,7 @@ def is_grid(sizes: Any) -> bool:
     return isinstance(sizes, tuple | list) and len(sizes) == 3 and all(isinstance(n, int) and n >= 1 for n in sizes)
 
 
-def check(is_right: bool, name: str, value: Any, rule: str, instead: str = "attention=dot_product") -> None:
+def check(is_right: Any, name: str, value: Any, rule: str, instead: str = "attention=dot_product") -> None:
     """Raises an error that names the argument, its rule, its value or shape, and what to write instead."""
     if not is_right:
         raise ValueError(f"sparse_kernel: {name} {rule}, got {getattr(value, 'shape', value)!r}; write {instead}")
