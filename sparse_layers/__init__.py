@@ -47,6 +47,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import IndexLoss as IndexLoss
     from .modules import LinearScaling as LinearScaling
     from .modules import Llama3Scaling as Llama3Scaling
+    from .modules import LongRopeScaling as LongRopeScaling
     from .modules import NativeSparseAttention as NativeSparseAttention
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
@@ -104,6 +105,7 @@ _AT_FIRST_USE = {
         "IndexLoss",
         "LinearScaling",
         "Llama3Scaling",
+        "LongRopeScaling",
         "NativeSparseAttention",
         "Rope",
         "SparseCrossAttention",

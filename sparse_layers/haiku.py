@@ -300,7 +300,7 @@ class SparseTransformerBlock(hk.Module):
       features: features F of the residual stream.
       pattern, seq_len: see `SparseSelfAttention`.
       num_layers, mlp_features, mlp, norm, norm_epsilon: see `sparse_layers.SparseTransformerBlock`.
-      norm_placement, parallel, remat, normalize_qk: see there.
+      norm_placement, parallel, residual_scale, remat, normalize_qk: see there.
       make_mlp: a function that makes another MLP, ``lambda: Experts(...)``, a module or function that maps [..., F] to
         [..., F].
       dropout_rate: share of values to drop at the ends of the branches; needs a key in ``apply``.
@@ -345,6 +345,7 @@ class SparseTransformerBlock(hk.Module):
         norm_epsilon: float = 1e-6,
         norm_placement: str = "pre",
         parallel: bool = False,
+        residual_scale: float | None = None,
         normalize_qk: bool | str = False,
         dropout_rate: float = 0.0,
         with_bias: bool = True,
@@ -385,7 +386,7 @@ class SparseTransformerBlock(hk.Module):
             self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
             self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp in GATED_ACTIVATIONS else None
             self.mlp_out = hk.Linear(features, with_bias, out_init, name="mlp_out")
-        self.features, self.mlp, self.parallel = features, mlp, parallel
+        self.features, self.mlp, self.parallel, self.residual_scale = features, mlp, parallel, residual_scale
         self.dropout_rate, self.remat = dropout_rate, remat
         # Not a method: Haiku would apply a policy of mixed precision to its result, inside the block.
         self.dropout = functools.partial(_dropout, dropout_rate)

@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 
-from sparse_layers.modules.loading.families import Config
+from sparse_layers.modules.loading.config import Config
 
 from ..train_lm import data
 from ..training.config import Refusal

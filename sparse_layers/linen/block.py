@@ -33,7 +33,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
       num_heads: number of query heads.
       features: features F of the residual stream.
       num_layers, mlp_features, mlp, norm, norm_epsilon: see `sparse_layers.SparseTransformerBlock`.
-      norm_placement, parallel, remat, use_bias, normalize_qk: see there.
+      norm_placement, parallel, residual_scale, remat, use_bias, normalize_qk: see there.
       kernel_init, bias_init, out_kernel_init: see there.
       make_mlp: a function that makes another MLP, ``lambda: Experts(...)``, a Linen module that maps [..., F] to
         [..., F].
@@ -83,6 +83,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
     norm: str = dataclasses.field(default="layer", kw_only=True)
     norm_placement: str = dataclasses.field(default="pre", kw_only=True)
     parallel: bool = dataclasses.field(default=False, kw_only=True)
+    residual_scale: float | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
     remat: bool = dataclasses.field(default=False, kw_only=True)

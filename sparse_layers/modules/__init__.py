@@ -11,6 +11,7 @@ from .index import IndexLoss as IndexLoss
 from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .rope import LinearScaling as LinearScaling
 from .rope import Llama3Scaling as Llama3Scaling
+from .rope import LongRopeScaling as LongRopeScaling
 from .rope import Rope as Rope
 from .rope import YarnScaling as YarnScaling
 from .transformer import SparseTransformer as SparseTransformer

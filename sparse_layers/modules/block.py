@@ -60,6 +60,7 @@ class SparseTransformerBlock(nnx.Module):
         parameters ``attention_out_norm`` and ``mlp_out_norm``; "sandwich", both (Gemma 2 and 3).
       parallel: True if the MLP reads x, as attention does, and not its sum with attention's output (GPT-NeoX; GPT-J
         and PaLM, which share one norm).
+      residual_scale: factor of the outputs of attention and MLP before they are added (Granite); None for 1.
       normalize_qk: see `SparseSelfAttention`; True stands for the kind of the block's norms, "layer" or "rms".
       dropout_rate: share of values to drop at the ends of the branches, with the ``dropout`` stream of rngs.
       use_bias: True if the projections of attention and MLP have biases, or the names of those that do: "query", "key",
@@ -117,6 +118,7 @@ class SparseTransformerBlock(nnx.Module):
         norm_epsilon: float = 1e-6,
         norm_placement: str = "pre",
         parallel: bool = False,
+        residual_scale: float | None = None,
         normalize_qk: bool | str = False,
         dropout_rate: float = 0.0,
         use_bias: bool | Collection[str] = True,
@@ -137,12 +139,10 @@ class SparseTransformerBlock(nnx.Module):
             check_stream(rngs, "dropout", f"dropout_rate={dropout_rate}")
         biases = projections_with_bias(use_bias, BLOCK_PROJECTIONS)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        small_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
-        out_init = out_kernel_init or small_init
+        out_init = out_kernel_init or nnx.initializers.variance_scaling(0.5 / num_layers, "fan_in", "truncated_normal")
         # Each attention layer refuses the arguments that it does not have.
         is_nsa = as_nsa(pattern) is not None
-        attention: Any = NativeSparseAttention if is_nsa else SparseSelfAttention
-        layer = functools.partial(attention, num_heads, features, pattern=pattern, seq_len=seq_len)
+        layer: Any = functools.partial(NativeSparseAttention if is_nsa else SparseSelfAttention, num_heads, features)
         inits = {"kernel_init": kernel_init, "bias_init": bias_init, "out_kernel_init": out_init}
         qk_norm = _qk_norm_options(is_nsa, normalize_qk, norm, norm_epsilon)
 
@@ -152,11 +152,11 @@ class SparseTransformerBlock(nnx.Module):
         pre, post = norm_positions(norm_placement)
         self.attention_norm, self.attention_out_norm = branch_norm(pre), branch_norm(post)
         with_bias = biases - {"mlp"} | ({"gate"} if is_nsa and use_bias is True else set())
-        self.attention = layer(
-            rope=rope, rope_theta=rope_theta, use_bias=with_bias, **inits, **shared, **qk_norm, **options
-        )
+        settings = {"rope": rope, "rope_theta": rope_theta, "use_bias": with_bias}
+        self.attention = layer(pattern=pattern, seq_len=seq_len, **settings, **inits, **shared, **qk_norm, **options)
         self.mlp_norm, self.mlp_out_norm = branch_norm(pre), branch_norm(post)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
+        self.residual_scale = residual_scale
         dense = functools.partial(nnx.Linear, use_bias="mlp" in biases, bias_init=bias_init, **shared)
         module = None if make_mlp is None else _checked_module(make_mlp(rngs))
         self._make_mlp(module, mlp_features or 4 * features, dense, kernel_init, out_init)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from ..ops.decoding.cache import KVCache
 from .activations import activate
@@ -22,6 +23,7 @@ class BlockCore:
       features: features F of the residual stream.
       mlp: the activation, see `activate`.
       parallel: True if the MLP reads the block's input, and not its sum with attention's output.
+      residual_scale: factor of the outputs of attention and MLP, or None for 1.
       attention: the attention layer, with a call, ``prefill`` and ``decode_step``.
       attention_norm, mlp_norm: norms of branch inputs, or None.
       attention_out_norm, mlp_out_norm: norms of branch outputs, or None.
@@ -33,6 +35,7 @@ class BlockCore:
     features: int
     mlp: str | Callable[[jax.Array], jax.Array]
     parallel: bool
+    residual_scale: float | None
     attention: Any
     attention_norm: Projection | None
     attention_out_norm: Projection | None
@@ -67,11 +70,14 @@ class BlockCore:
 
     def add_branches(self, x: jax.Array, attended: jax.Array, deterministic: bool | None) -> jax.Array:
         """Returns x plus the output of attention and that of the MLP, token by token."""
-        added = x + self.dropout(_apply_norm(self.attention_out_norm, attended), deterministic=deterministic)
+        added = x + self._end_branch(self.attention_out_norm, attended, deterministic)
         normed = _apply_norm(self.mlp_norm, x if self.parallel else added)
-        return added + self.dropout(
-            _apply_norm(self.mlp_out_norm, self._apply_mlp(normed)), deterministic=deterministic
-        )
+        return added + self._end_branch(self.mlp_out_norm, self._apply_mlp(normed), deterministic)
+
+    def _end_branch(self, norm: Projection | None, x: jax.Array, deterministic: bool | None) -> jax.Array:
+        """Normalizes the output of a branch if it has a norm there, drops some of it and scales it."""
+        x = self.dropout(_apply_norm(norm, x), deterministic=deterministic)
+        return x if self.residual_scale is None else x * jnp.asarray(self.residual_scale, x.dtype)
 
     def _apply_mlp(self, x: jax.Array) -> jax.Array:
         if self.mlp_in is None or self.mlp_out is None:

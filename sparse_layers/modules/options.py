@@ -111,6 +111,7 @@ class BlockOptions(AttentionOptions, InitializerOptions, total=False):
     make_mlp: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]] | None
     norm_placement: str
     parallel: bool
+    residual_scale: float | None
     dropout_rate: float
     use_bias: bool | Collection[str]
     remat: bool

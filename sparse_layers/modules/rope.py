@@ -154,7 +154,61 @@ class YarnScaling:
         return plain * (1 - ramp + ramp / self.factor)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE's scaling of a rotary position embedding: it divides each frequency by a factor of its own.
+
+    The short factors are for models of inputs up to ``original_length`` tokens, the long ones for longer inputs.
+
+    Args:
+      short_factors, long_factors: numbers > 0, one for each pair that rotates.
+      original_length: longest sequence of the original training, in tokens, >= 1.
+      length: longest input of the model, in tokens, >= 1. It decides on the factors, whatever the length of an input.
+      attention_factor: factor of cosines and sines, whose square multiplies the logits; > 0.
+
+    Raises:
+      ValueError: numbers outside of their range; `frequencies` of another number of pairs.
+      TypeError: factors that are not sequences.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> scaling = sl.LongRopeScaling((1.0, 1.1), (2.0, 8.0), original_length=4096, length=131072)  # Phi 3
+      >>> scaling.frequencies(10000.0, 2).tolist()
+      [0.5, 0.00125]
+
+    References:
+      Ding et al. 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens"; Phi 3.
+    """
+
+    short_factors: Sequence[float]
+    long_factors: Sequence[float]
+    original_length: int
+    length: int
+    attention_factor: float = 1.0
+
+    def __post_init__(self):
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if isinstance(factors, str | bytes) or not isinstance(factors, Sequence):
+                raise TypeError(f"LongRopeScaling: {name} must be a sequence of numbers, got {factors!r}")
+            wrong = [x for x in factors if (as_float(x) or 0) <= 0]
+            if wrong:
+                raise ValueError(f"LongRopeScaling: {name} must be numbers > 0, got {wrong[0]!r}")
+            object.__setattr__(self, name, tuple(factors))
+        _check_numbers(self, attention_factor=0.0)
+        checked("LongRopeScaling: original_length", self.original_length, Positive)
+        checked("LongRopeScaling: length", self.length, Positive)
+
+    def frequencies(self, theta: float, pairs: int) -> np.ndarray:
+        """Returns the radians per token of each pair, float64 [pairs]."""
+        is_long = self.length > self.original_length
+        name, factors = ("long_factors", self.long_factors) if is_long else ("short_factors", self.short_factors)
+        if len(factors) != pairs:
+            raise ValueError(f"LongRopeScaling: {name} must be one for each of the {pairs} pairs, got {len(factors)}")
+        return _frequencies(theta, pairs) / np.array(factors)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 def _frequencies(theta: float, pairs: int) -> np.ndarray:
@@ -189,7 +243,7 @@ class Rope:
       offset: position of the grid's first token.
       sizes: features of each axis, even numbers that add up to the head size; None for equal shares.
       rotary_dim: number of features to rotate, the first ones of a head; None for all.
-      scaling: `LinearScaling`, `Llama3Scaling` or `YarnScaling`, or None.
+      scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling` or `LongRopeScaling`, or None.
 
     Raises:
       ValueError: theta is not a number > 0, or > 1 with `YarnScaling`; lengths, an offset, sizes or rotary_dim are not

@@ -265,7 +265,7 @@ _RULES: dict[str, Rule] = {
     "norm_placement": _one_of_rule("pre", "post", "sandwich"),
     "normalize_qk": _check_qk_norm,
     "gate_output": _check_gate,
-    "embedding_scale": _optional(_number_rule("", lambda x: True)),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logits_scale"), _optional(_number_rule("", lambda x: True))),
     "final_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),
     "rope": _optional(_check_rope),
     "rope_theta": _optional(_number_rule(" > 0", lambda x: x > 0)),

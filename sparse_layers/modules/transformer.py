@@ -114,6 +114,7 @@ class SparseTransformer(nnx.Module):
       rope_theta: short for ``rope=Rope(rope_theta)``.
       embedding_scale: factor of the token embeddings, not of a tied head (Gemma: the square root of features); None
         for 1.
+      logits_scale: factor of the logits of tokens, before their soft cap (Granite); None for 1.
       final_soft_cap: None, or c > 0: the logits of tokens become c * tanh(logits / c) (Gemma 2).
       embedding_init, head_init: initializers of the tables, and of a separate head; None for the defaults.
       tie_embeddings: True uses the token embedding as the output head. Otherwise the head is a separate matrix,
@@ -168,6 +169,7 @@ class SparseTransformer(nnx.Module):
         rope: Rope | Sequence[Rope | None] | None = None,
         rope_theta: float | None = None,
         embedding_scale: float | None = None,
+        logits_scale: float | None = None,
         final_soft_cap: float | None = None,
         embedding_init: Initializer | None = None,
         head_init: Initializer | None = None,
@@ -195,7 +197,7 @@ class SparseTransformer(nnx.Module):
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         self.residual_sharding, self.embedding_scale = residual_sharding, embedding_scale
-        self.final_soft_cap = final_soft_cap
+        self.logits_scale, self.final_soft_cap = logits_scale, final_soft_cap
 
         def table(size: int, variance: float) -> Embed:
             init = embedding_init or nnx.initializers.normal(variance**0.5)
@@ -203,10 +205,8 @@ class SparseTransformer(nnx.Module):
 
         self.token_embedding = table(vocab_size, 1 / features)
         self._make_position_embeddings(table, positions, position_stride, 1 / features)
-        block_options: dict[str, Any] = {"norm": norm, "norm_epsilon": norm_epsilon, **shared, **options}
-        make_block = functools.partial(
-            SparseTransformerBlock, num_heads, features, seq_len=seq_len, num_layers=num_layers, **block_options
-        )
+        settings: dict[str, Any] = {"norm": norm, "norm_epsilon": norm_epsilon, "seq_len": seq_len, **shared, **options}
+        make_block = functools.partial(SparseTransformerBlock, num_heads, features, num_layers=num_layers, **settings)
         self.blocks = self._make_blocks(make_block, layer_patterns, layer_ropes, rngs)
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
         self.head = nnx.data(None)
@@ -483,5 +483,6 @@ class SparseTransformer(nnx.Module):
         kernel = self.token_embedding.embedding[...].T if self.head is None else self.head.kernel[...]
         # Products in the compute dtype, sums and logits in float32, which the loss needs.
         logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = logits if self.logits_scale is None else logits * self.logits_scale
         cap = self.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -45,6 +45,8 @@ BLOCKS = {
     "GPT-NeoX": {"mlp": "gelu_exact", "parallel": True, "normalize_qk": True},
     "Nemotron": {"mlp": "relu2", "use_bias": ("value", "out", "mlp"), "normalize_qk": "layer", "norm_epsilon": 1e-2},
     "OPT": {"mlp": "relu"},
+    "Granite": {"norm": "rms", "mlp": "swiglu", "use_bias": False, "residual_scale": 0.3},
+    "scaled, parallel": {"mlp": "gelu_tanh", "parallel": True, "norm_placement": "sandwich", "residual_scale": -2.0},
     "a function": {"mlp": jnp.tanh},
 }
 
@@ -87,12 +89,13 @@ def formula(p, x, positions, options):
     weights = np.where(MASK, np.exp(np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5), 0)
     out = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
     out = np.tensordot(out, p_attention["out"]["kernel"], 2) + p_attention["out"].get("bias", 0)
-    y = x + normed(out, norm, "attention_out_norm")
+    scale = options.get("residual_scale", 1.0)
+    y = x + scale * normed(out, norm, "attention_out_norm")
     read = normed(x if options.get("parallel") else y, norm, "mlp_norm")
     mlp = FUNCTIONS[options["mlp"]]
     hidden = linear(read, "mlp_in")
     hidden = mlp(linear(read, "mlp_gate")) * hidden if "mlp_gate" in p else mlp(hidden)
-    return y + normed(linear(hidden, "mlp_out"), norm, "mlp_out_norm")
+    return y + scale * normed(linear(hidden, "mlp_out"), norm, "mlp_out_norm")
 
 
 def perturbed_block(**options):
@@ -271,6 +274,21 @@ def test_embedding_scale_and_soft_cap():
     logits = np.asarray(run(plain, tokens)) / F**0.5  # the head is not scaled
     np.testing.assert_allclose(run(gemma, tokens), 1.5 * np.tanh(logits / 1.5), atol=1e-5)
     assert np.abs(logits).max() > 1
+
+
+def test_scales_of_granite():
+    """The scale of logits comes before their soft cap; that of branches also holds while decoding."""
+    tokens = np.arange(T) % V
+    scaled = model(1, logits_scale=0.25, final_soft_cap=1.5)
+    logits = np.asarray(run(model(1), tokens))
+    np.testing.assert_allclose(run(scaled, tokens), 1.5 * np.tanh(logits / 4 / 1.5), atol=1e-5)
+    granite = model(2, residual_scale=0.3, logits_scale=4.0)
+    assert np.abs(run(granite, tokens) - 4 * run(model(2), tokens)).max() > 0.1
+    expected = run(granite, tokens)
+    last, caches = granite.prefill(jnp.asarray(tokens[None, :-1]))
+    np.testing.assert_allclose(last[0], expected[-2], atol=1e-4)
+    step, _ = granite.decode_step(jnp.asarray(tokens[-1:]), caches, jnp.array([T - 1]))
+    np.testing.assert_allclose(step[0], expected[-1], atol=1e-4)
 
 
 def test_ropes_and_patterns_cycle_over_layers():

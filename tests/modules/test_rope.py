@@ -194,3 +194,20 @@ def test_scaled_embeddings_rotate_and_grow():
     angles = positions[:, None, None] * np.array(yarn(4, 100.0, 16.0, 64, 32.0, 1.0))
     np.testing.assert_allclose(pairs, scaling.attention_factor * original * np.exp(1j * angles), atol=1e-5)
     assert sl.YarnScaling(0.5, 64).attention_factor == 1 and sl.YarnScaling(4, 64, attention_factor=2).rounded
+
+
+def test_longrope_divides_each_frequency_by_a_factor_of_the_models_length():
+    short, long = (1.0, 1.5, 2.0), [1.0, 3.0, 9.0]
+    plain = sl.Rope().frequencies(3)
+    for length, factors in ((64, short), (65, long)):
+        scaling = sl.LongRopeScaling(short, long, original_length=64, length=length, attention_factor=1.25)
+        rope = sl.Rope(rotary_dim=6, scaling=scaling)
+        np.testing.assert_allclose(rope.frequencies(3), plain / factors)
+        x = inputs(9, 1, 8)
+        angles = np.arange(9)[:, None] * plain / factors
+        a, b, rest = x[:, 0, :3], x[:, 0, 3:6], x[:, 0, 6:]
+        turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+        np.testing.assert_allclose(rope(x)[:, 0], np.concatenate([1.25 * np.hstack(turned), rest], -1), atol=1e-5)
+        assert hash(rope) == hash(sl.Rope(rotary_dim=6, scaling=scaling))
+    with pytest.raises(ValueError, match="long_factors must be one for each of the 4 pairs, got 3"):
+        sl.Rope(scaling=scaling)(inputs(9, 1, 8))

@@ -2,68 +2,14 @@
 
 import dataclasses
 import functools
-import math
-import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...arguments.checks import Natural, Positive, as_float, checked, suggest
+from ...arguments.checks import Natural, checked, suggest
 from ...masks.primitives import Causal, Window
-from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from .dense import abbreviate
-from .safetensors import read_json
+from .config import FULL, SLIDING, Config
+from .rotary import make_rope
 
-
-class Config:
-    """A config.json, or its part for text, completed by the defaults of the family. A null counts as missing.
-
-    Attributes:
-      file: the file, for errors.
-      values: the settings.
-      is_multimodal: True for the configuration of a model of text and images.
-    """
-
-    def __init__(self, file: pathlib.Path, values: Mapping[str, Any] | None = None):
-        outer = read_json(file) if values is None else dict(values)
-        text = outer.get("text_config")
-        self.file, self.is_multimodal = file, isinstance(text, dict)
-        if isinstance(text, dict):
-            shared = {name: outer[name] for name in ("tie_word_embeddings", "quantization_config") if name in outer}
-            outer = {"model_type": f"{outer.get('model_type')}_text"} | text | shared
-        family = FAMILIES.get(str(outer.get("model_type")))
-        self.values: dict[str, Any] = dict(family.defaults if family else {}) | outer
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Returns a setting, or the default."""
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """Returns a setting that is an integer >= 1."""
-        return checked(f"{self.file}: {name}", self.get(name, default), Positive)
-
-    def number(self, name: str) -> float:
-        """Returns a setting that is a number > 0."""
-        number = as_float(self.get(name))
-        return self.one_of(name, () if number is None or number <= 0 else (number,), "a number > 0")
-
-    def divisible_sizes(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
-        """Returns two settings, integers >= 1, the second of which divides the first."""
-        size, divisor = self.size(name), self.size(by, default)
-        if size % divisor:
-            raise ValueError(f"{self.file}: {by} must divide {name}={size}, got {divisor}")
-        return size, divisor
-
-    def one_of(self, name: str, allowed: Collection[Any], rule: str = "", default: Any = None) -> Any:
-        """Returns a setting that has one of the allowed values."""
-        value = self.get(name, default)
-        if not any(value is x if isinstance(value, bool) or isinstance(x, bool) else value == x for x in allowed):
-            rule = rule or " or ".join(map(repr, allowed))
-            raise ValueError(f"{self.file}: {name} must be {rule}, got {value!r}")
-        return value
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Settings that must have one of these values. The first is the default.
 _SUPPORTED = {
     "scale_attn_weights": (True,),
@@ -75,25 +21,23 @@ _SUPPORTED = {
     "attention_bias": (False, True),
     "mlp_bias": (False, True),
     "use_sliding_window": (False, True),
-    "partial_rotary_factor": (1,),
 }
 # Activations by Hugging Face's names: of GPT-2's MLP, and of gated ones.
 MLPS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_exact", "relu": "relu"}
 GATED_MLPS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "swish": "swiglu", "gelu_new": "geglu"}
-# Parameters of rotary position embeddings without a meaning, as those of another scaling.
-_IGNORED = {"finetuned", "mscale", "mscale_all_dim"}
-# The scalings of rotary position embeddings by Hugging Face's names, and its names of their fields that differ.
-SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-SCALING_KEYS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
-SCALING_KEYS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
 
 
 def family_of(config: Config) -> "Family":
-    """Returns the family of a configuration; raises ValueError if it is unknown."""
+    """Returns the family of a configuration, and completes it by the family's defaults.
+
+    Raises:
+      ValueError: an unknown family.
+    """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)
         raise ValueError(f"{config.file}: model_type: {known}; models of experts are not served")
+    config.complete(family.defaults)
     return family
 
 
@@ -121,113 +65,15 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
         )
     if SLIDING in layer_types and "use_sliding_window" in family.defaults and not config.get("use_sliding_window"):
         raise ValueError(f"{config.file}: use_sliding_window must be True where layer_types has {SLIDING!r}, got False")
-    cycle_length = next(n for n in range(1, count + 1) if layer_types == (layer_types[:n] * count)[:count])
-    cycle = layer_types[:cycle_length]
+    layers = [(x, family.rotates(config, i, x == SLIDING)) for i, x in enumerate(layer_types)]
+    cycle = layers[: next(n for n in range(1, count + 1) if layers == (layers[:n] * count)[:count])]
     windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in layer_types else {}
-    settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x in cycle)
+    settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x, _ in cycle)
     if settings["positions"] == "rope":
-        settings["rope"] = tuple(_make_rope(config, family, layer_type, seq_len) for layer_type in cycle)
+        sizes = {"head_dim": settings["head_dim"], "partial": family.partial_rotary, "seq_len": seq_len}
+        ropes = {x: make_rope(config, x, family.thetas, **sizes) for x, rotates in cycle if rotates}
+        settings["rope"] = tuple(ropes[x] if rotates else None for x, rotates in cycle)
     return settings
-
-
-def _make_rope(config: Config, family: "Family", layer_type: str, seq_len: int | None) -> Rope:
-    """Makes the rotary position embeddings of layers of one type.
-
-    Raises:
-      ValueError: an unknown or wrong setting, with the file's name.
-    """
-    parameters, older_scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
-    local = layer_type == SLIDING and len(family.thetas) > 1
-    theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
-    by_layer_type = isinstance(parameters, dict) and not {FULL, SLIDING}.isdisjoint(parameters)
-    is_valid = (
-        isinstance(parameters.get(layer_type), dict) if by_layer_type else not parameters or len(family.thetas) == 1
-    )
-    if not is_valid:
-        raise ValueError(f"{config.file}: rope_parameters must be of {FULL!r} and of {SLIDING!r}, got {parameters!r}")
-    newer = parameters.get(FULL) if by_layer_type else parameters
-    if newer and older_scaling and _without_theta(newer) != _without_theta(older_scaling):
-        raise ValueError(
-            f"{config.file}: rope_parameters and rope_scaling must agree, got {parameters!r} and {older_scaling!r}"
-        )
-    if by_layer_type:
-        parameters = parameters[layer_type]
-    elif not parameters:
-        parameters = {} if local else older_scaling
-    if not isinstance(parameters, dict):
-        raise ValueError(f"{config.file}: rotary embeddings must be an object, got {parameters!r}")
-    if parameters.get("factor", 0) is None:
-        parameters = parameters | {"factor": _length_ratio(config, parameters)}
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    theta, share = parameters.pop("rope_theta", theta), parameters.pop("partial_rotary_factor", 1)
-    if share != 1:
-        raise ValueError(f"{config.file}: partial_rotary_factor must be 1, got {share!r}")
-    default_type = parameters.pop("type", "default")
-    name, scaling = parameters.pop("rope_type", default_type), None
-    try:
-        if name != "default":
-            scaling = _make_scaling(config, str(name), parameters, seq_len)
-        return Rope(theta, scaling=scaling)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{config.file}: rotary embeddings: {error}") from error
-
-
-def _without_theta(rope: Any) -> Any:
-    return {name: x for name, x in rope.items() if name != "rope_theta"} if isinstance(rope, dict) else rope
-
-
-def _length_ratio(config: Config, parameters: Mapping[str, Any]) -> float:
-    """Returns the ratio of a model's longest sequence to that of its original training, which a null factor means."""
-    name = SCALING_KEYS["original_length"]
-    original = checked(f"{config.file}: {name}", config.get(name, parameters.get(name)), Positive)
-    return config.size("max_position_embeddings") / original
-
-
-def _attention_factor(factor: Any, **scales: Any) -> float:
-    """Returns YaRN's attention factor by DeepSeek's settings, 1 where both are equal."""
-    log = 0.1 * math.log(max(1.0, as_float(factor) or 1.0))
-    wrong = [f"{name} must be a number > 0, got {x!r}" for name, x in scales.items() if (as_float(x) or 0) <= 0]
-    if wrong:
-        raise ValueError(wrong[0])
-    return (scales["mscale"] * log + 1) / (scales["mscale_all_dim"] * log + 1)
-
-
-def _parameter_names(scaling: type) -> dict[str, str]:
-    """Returns the names of a scaling's fields by Hugging Face's names."""
-    return {SCALING_KEYS.get(field.name, field.name): field.name for field in dataclasses.fields(scaling)}
-
-
-def _make_scaling(config: Config, name: str, parameters: dict[str, Any], seq_len: int | None) -> Any:
-    """Makes the scaling of rotary position embeddings with this name, None if it changes nothing up to seq_len tokens.
-
-    Raises:
-      ValueError, TypeError: an unknown name, or an unknown, missing or wrong parameter.
-    """
-    if name == "dynamic":
-        longest = config.size("max_position_embeddings")
-        if seq_len is not None and seq_len > longest:
-            raise ValueError(f"'dynamic' changes beyond max_position_embeddings={longest}, got seq_len={seq_len}")
-        return None
-    if name not in SCALINGS:
-        raise ValueError(f"rope_type: {suggest(name, ['default', 'dynamic', *SCALINGS])}")
-    known = _parameter_names(SCALINGS[name])
-    needed, original = {"factor"}, SCALING_KEYS["original_length"]
-    if original in known:
-        length = parameters.get(original, config.get("max_position_embeddings"))
-        parameters = parameters | {original: config.get(original, length)}
-    if name == "yarn":
-        scales = {key: parameters.pop(key, None) for key in ("mscale", "mscale_all_dim")}
-        if all(scales.values()):
-            parameters.setdefault("attention_factor", _attention_factor(parameters.get("factor"), **scales))
-    if name == "llama3":
-        needed |= {"low_freq_factor", "high_freq_factor"}
-    ignored = _IGNORED.union(*map(_parameter_names, SCALINGS.values())) - {*known}
-    parameters = {key: value for key, value in parameters.items() if key not in ignored}
-    unknown, missing = [x for x in parameters if x not in known], sorted(needed - {*parameters})
-    if unknown or missing:
-        raise ValueError(f"{name!r} {f'has no {abbreviate(unknown)}' if unknown else f'needs {abbreviate(missing)}'}")
-    make: Any = SCALINGS[name]
-    return make(**{known[key]: value for key, value in parameters.items()})
 
 
 def _llama(config: Config, *, activation: str = "hidden_act", **overrides: Any) -> dict[str, Any]:
@@ -292,7 +138,7 @@ class Family:
 
     Attributes:
       names: module names here -> in the files, with {} for the layer's number; a pair (name, i) is part i of a tensor
-        with queries, keys and values side by side.
+        that holds the outputs of several modules side by side.
       settings: a function from a configuration to the arguments of `SparseTransformer`.
       is_sliding: a function, True if layer i has a window where the configuration has no layer_types.
       prefix: an optional prefix of all names except the head's.
@@ -300,6 +146,8 @@ class Family:
       zero_centered_norms: True if scales of norms are stored as differences from 1.
       mixed_layers: True if layer_types may mix layers with and without a window.
       defaults: settings that a configuration may leave out; in one of text and images, all that equal these.
+      rotates: a function, True if layer i has rotary position embeddings; with True for its window.
+      partial_rotary: True if rotary position embeddings may rotate a part of a head.
       thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
         only the first are scaled.
     """
@@ -312,6 +160,8 @@ class Family:
     conv1d: bool = False
     zero_centered_norms: bool = False
     mixed_layers: bool = False
+    rotates: Callable[[Config, int, bool], bool] = lambda config, i, is_sliding: True
+    partial_rotary: bool = False
     thetas: tuple[float, ...] = (10000.0,)
 
 
@@ -337,6 +187,10 @@ _POST = {
 }
 _OLMO2 = _LLAMA | _POST
 _GEMMA = _OLMO2 | {"blocks.mlp_norm": "layers.{}.pre_feedforward_layernorm"}
+_PHI3 = _LLAMA | {
+    **{f"blocks.attention.{x}": ("layers.{}.self_attn.qkv_proj", i) for i, x in enumerate(("query", "key", "value"))},
+    **{f"blocks.{x}": ("layers.{}.mlp.gate_up_proj", i) for i, x in enumerate(("mlp_gate", "mlp_in"))},
+}
 _GPT2 = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -365,6 +219,39 @@ def _gemma3(config: Config) -> dict[str, Any]:
     return _gemma(config, normalize_qk=True)
 
 
+def _exaone4_is_sliding(config: Config, i: int) -> bool:
+    """True if layer i of Exaone 4 has a window: a number n leaves each n-th one without, "LLLG" the layers of G."""
+    pattern = config.get("sliding_window_pattern")
+    if config.get("sliding_window") is None or pattern is None:
+        return False
+    if isinstance(pattern, str):
+        return pattern[i % len(pattern)] == "L" and i + 1 < config.size("num_hidden_layers")
+    return bool((i + 1) % config.size("sliding_window_pattern"))
+
+
+def _smollm3_rotates(config: Config, i: int, is_sliding: bool = False) -> bool:
+    """True if layer i of SmolLM 3 has rotary position embeddings."""
+    count, layers = config.size("num_hidden_layers"), config.get("no_rope_layers")
+    if layers is None:
+        return bool((i + 1) % config.size("no_rope_layer_interval"))
+    if not isinstance(layers, list) or len(layers) != count or any(x not in (0, 1) for x in layers):
+        raise ValueError(f"{config.file}: no_rope_layers must be {count} times 0 or 1, got {layers!r}")
+    return bool(layers[i])
+
+
+def _smollm3_is_sliding(config: Config, i: int) -> bool:
+    """True if layer i of SmolLM 3 has a window."""
+    return bool(config.get("use_sliding_window") and config.get("sliding_window") and not _smollm3_rotates(config, i))
+
+
+def _granite(config: Config) -> dict[str, Any]:
+    scales: dict[str, Any] = {"embedding_scale": config.number("embedding_multiplier")}
+    scales |= {"residual_scale": config.number("residual_multiplier")}
+    scales |= {"logits_scale": 1 / config.number("logits_scaling")}
+    scales = {name: None if x == 1 else x for name, x in scales.items()}
+    return _llama(config) | scales | {"scale": config.number("attention_multiplier")}
+
+
 # The defaults of transformers' classes, in this order; those of vocab_size follow from the tensors.
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SIZES += ("max_position_embeddings", "rms_norm_eps")
@@ -383,6 +270,7 @@ _GEMMA_SETTINGS = {
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
 }
+_GRANITE_SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GPT2_SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 _GPT2_SIZES["activation_function"] = "gelu_new"
 FAMILIES = {
@@ -431,4 +319,37 @@ FAMILIES = {
         functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint"),
         _LLAMA_SIZES | {"rms_norm_eps": 1e-5},
     ),
+    "olmo3": Family(
+        _OLMO2,
+        functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint"),
+        _LLAMA_SIZES | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        lambda config, i: bool((i + 1) % 4),
+        mixed_layers=True,
+        thetas=(500000.0, 500000.0),
+    ),
+    "exaone4": Family(
+        _OLMO2,
+        functools.partial(_llama, norm_placement="post", normalize_qk=True),
+        _defaults(4096, 16384, 32, 32, 32, 2048, 1e-5, sliding_window=4096, sliding_window_pattern=4),
+        _exaone4_is_sliding,
+        mixed_layers=True,
+        rotates=lambda config, i, is_sliding: is_sliding or config.get("sliding_window") is None,
+    ),
+    "smollm3": Family(
+        _LLAMA,
+        _llama,
+        _defaults(2048, 11008, 36, 16, 4, 32768, 1e-6, use_sliding_window=False, no_rope_layer_interval=4),
+        _smollm3_is_sliding,
+        mixed_layers=True,
+        rotates=_smollm3_rotates,
+        thetas=(2000000.0,),
+    ),
+    "phi3": Family(
+        _PHI3,
+        _llama,
+        _defaults(3072, 8192, 32, 32, None, 4096, 1e-5, original_max_position_embeddings=4096),
+        lambda config, i: config.get("sliding_window") is not None,
+        partial_rotary=True,
+    ),
+    "granite": Family(_LLAMA, _granite, _LLAMA_SIZES | dict.fromkeys(_GRANITE_SCALES, 1.0)),
 }

@@ -23,8 +23,9 @@ from ..attention_fn import Pattern
 from ..options import LoadedModelOptions
 from ..settings import check_settings, check_stream
 from ..transformer import SparseTransformer
+from .config import Config
 from .dense import abbreviate, refuse_fixed, refuse_names, refuse_shapes
-from .families import Config, Family, family_of, read_settings
+from .families import Family, family_of, read_settings
 from .safetensors import TensorInfo, find_tensors, read_header, refuse_other_formats
 
 _HEAD = "lm_head.weight"
@@ -45,10 +46,10 @@ def from_huggingface(
 ) -> SparseTransformer:
     """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
 
-    It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2, Gemma 3 (text) and OLMo 2, but neither
-    mixtures of experts nor latent attention. From a model of text and images it takes the text model, as from Gemma 3
-    4B to 27B. Nothing is downloaded, and nothing in a file is executed. Tensors are read
-    one by one: loading needs the memory of the model and twice that of the largest tensor in the files.
+    It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Exaone 4,
+    SmolLM 3, Phi 3 and 4, and Granite 3, but neither mixtures of experts nor latent attention. From a model of text and
+    images it takes the text model, as from Gemma 3 4B to 27B. Nothing is downloaded, and nothing in a file is executed.
+    Tensors are read one by one: loading needs the memory of the model and twice that of the files' largest tensor.
 
     Args:
       folder: a folder with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or files
@@ -56,7 +57,7 @@ def from_huggingface(
       patterns: see `SparseTransformer`; None for the configuration's, causal and in some layers within a window, which
         give the model's own logits.
       seq_len: the longest input, in tokens; None for the configuration's number of positions. A smaller one keeps the
-        first of GPT-2's learned positions.
+        first of GPT-2's learned positions. Phi's longrope needs one, which selects the short or the long factors.
       dtype: dtype of the computation; None for that of the parameters. Gemma in bfloat16 gives its exact logits with
         float32 only, as norms multiply by their scales in this dtype.
       param_dtype: dtype of the parameters; None for that of the file's token embedding.
@@ -153,6 +154,7 @@ def from_gpt2(
     file = folder / "config.json"
     config = Config(file) if file.exists() else Config(model_path, _gpt2_config(model_path, files))
     config.one_of("model_type", ("gpt2",))
+    family_of(config)
     if num_heads is not None:
         config.values["n_head"] = num_heads
         if (features := config.size("n_embd")) % num_heads:  # an error of the argument, not of the file
@@ -301,23 +303,22 @@ class TensorMapping:
     Attributes:
       name, tensor_shape: those of the tensor in the files.
       shape: the parameter's shape.
-      qkv_index: the third of the tensor's last axis that holds the parameter, or None for all of it.
       transposed: True if the tensor is the transpose of the parameter's matrix.
+      outputs: those of the tensor that belong to the parameter, on its last axis once it is transposed.
       offset: a number to add to the tensor.
     """
 
     name: str
     tensor_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    qkv_index: int | None
     transposed: bool
+    outputs: slice
     offset: int
 
     def read(self, tensor: TensorInfo, target: np.ndarray) -> None:
         """Reads the tensor into an array of the parameter's shape, without another copy."""
         x = tensor.read()
-        x = x if self.qkv_index is None else np.split(x, 3, axis=-1)[self.qkv_index]
-        x = x.T if self.transposed else x
+        x = (x.T if self.transposed else x)[..., self.outputs]
         x = x.astype(np.float32) + self.offset if self.offset else x
         rows = target.size // math.prod(x.shape[1:])  # a shorter seq_len reads the first learned positions
         target.reshape(rows, *x.shape[1:])[...] = x[:rows]
@@ -351,25 +352,42 @@ def map_tensors(
     model: SparseTransformer, family: Family, prefix: str, positions: int
 ) -> dict[PathParts, list[TensorMapping]]:
     """Maps each parameter that files can have to its tensors: one, or one for each scanned layer."""
-    mappings = {}
-    for param_path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    mappings, params = {}, nnx.to_flat_state(nnx.state(model, nnx.Param))
+    first_output = 2 if model.scan_layers else 1  # axes before it are those of layers and inputs
+    outputs = {_module(path): math.prod(param.shape[first_output:]) for path, param in params if path[-1] == "kernel"}
+    for param_path, param in params:
         layers, shape = [0], param.shape
         if param_path[0] == "blocks":
             layers = range(int(str(param_path[1])), model.num_layers, len(model.blocks))
             shape = shape[1:] if model.scan_layers else shape
         if param_path[-1] != "sinks" and not str(param_path[-2]).startswith("index_"):
             mappings[param_path] = [
-                _map_tensor(family, prefix, param_path, layer, shape, positions) for layer in layers
+                _map_tensor(family, prefix, param_path, layer, shape, positions, outputs) for layer in layers
             ]
     return mappings
 
 
+def _module(param_path: PathParts) -> str:
+    """Returns the name of a parameter's module, without the numbers of layers."""
+    return ".".join(name for name in param_path[:-1] if isinstance(name, str))
+
+
 def _map_tensor(
-    family: Family, prefix: str, param_path: PathParts, layer: int, shape: tuple[int, ...], positions: int
+    family: Family,
+    prefix: str,
+    param_path: PathParts,
+    layer: int,
+    shape: tuple[int, ...],
+    positions: int,
+    outputs: Mapping[str, int],
 ) -> TensorMapping:
-    module, leaf = ".".join(name for name in param_path[:-1] if isinstance(name, str)), param_path[-1]
-    file_name = family.names.get(module, module)
-    name, qkv_index = file_name if isinstance(file_name, tuple) else (file_name, None)
+    """Maps a parameter of one layer to its tensor; ``outputs`` are the numbers of outputs of modules."""
+    module, leaf = _module(param_path), param_path[-1]
+    name = family.names.get(module, module)
+    sizes, index = [], 0
+    if isinstance(name, tuple):
+        name, index = name
+        sizes = [outputs[key] for key, x in family.names.items() if isinstance(x, tuple) and x[0] == name]
     rows = positions if module == "position_embedding" else shape[0]
     name = f"{'' if module == 'head' else prefix}{name.format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
     transposed = leaf == "kernel" and not (family.conv1d and module != "head")
@@ -377,12 +395,10 @@ def _map_tensor(
         tensor_shape = rows, *shape[1:]
     elif leaf == "kernel":
         inputs = 2 if module == "blocks.attention.out" else 1
-        tensor_shape = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+        tensor_shape = math.prod(shape[:inputs]), sum(sizes) or math.prod(shape[inputs:])
     else:
-        tensor_shape = (math.prod(shape),)
-    if transposed:
-        tensor_shape = tensor_shape[::-1]
-    elif qkv_index is not None:
-        tensor_shape = *tensor_shape[:-1], 3 * tensor_shape[-1]
+        tensor_shape = (sum(sizes) or math.prod(shape),)
+    tensor_shape = tensor_shape[::-1] if transposed else tensor_shape
+    columns = slice(sum(sizes[:index]), sum(sizes[: index + 1])) if sizes else slice(None)
     offset = int(family.zero_centered_norms and leaf == "scale")
-    return TensorMapping(name, tensor_shape, shape, qkv_index, transposed, offset)
+    return TensorMapping(name, tensor_shape, shape, transposed, columns, offset)

@@ -14,17 +14,23 @@ from ...masks import And
 from ...masks.primitives import Causal, Window
 from ..attention import SparseSelfAttention
 from ..block import SparseTransformerBlock
-from ..rope import Rope
+from ..rope import LongRopeScaling, Rope
 from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias
 from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
-from .families import FAMILIES, FULL, GATED_MLPS, MLPS, SCALING_KEYS, SCALINGS, SLIDING, Config, Family, read_settings
+from .config import FULL, SLIDING, Config
+from .families import FAMILIES, GATED_MLPS, MLPS, Family, read_settings
+from .rotary import SCALING_KEYS, SCALINGS
 
-_CLASSES = {"gpt2": "GPT2LMHeadModel"}  # names in transformers other than XyzForCausalLM
-_BIASES = {"llama": ("attention_bias", "mlp_bias")}
-_BIASES |= dict.fromkeys(("qwen3", "gemma2", "gemma3_text", "olmo2"), ("attention_bias",))
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "smollm3": "SmolLM3ForCausalLM",
+}  # names in transformers other than XyzForCausalLM
+_BIASES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "smollm3", "granite"), ("attention_bias", "mlp_bias"))
+_BIASES |= dict.fromkeys(("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3"), ("attention_bias",))
 _DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
 _DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
+_DEFAULTS |= dict.fromkeys(("residual_scale", "logits_scale"))
 
 
 def config_of(
@@ -79,7 +85,11 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
             f"model: layers must be equal except for patterns and rope, layer {differing[0]} differs from layer 0"
         )
     ropes = tuple(block.attention.attention_fn.rope for block in blocks)
-    tables = (("learned", model.position_embedding), ("row_column", model.row_embedding), ("rope", ropes[0]))
+    tables = (
+        ("learned", model.position_embedding),
+        ("row_column", model.row_embedding),
+        ("rope", next(filter(None, ropes), None)),
+    )
     epsilons = {*layers[0].pop("norm_epsilon"), model.final_norm.epsilon}
     return (
         {"positions": next((name for name, table in tables if table is not None), "none")}
@@ -93,6 +103,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
             "seq_len": model.seq_len,
             "rope": ropes,
             "embedding_scale": model.embedding_scale,
+            "logits_scale": model.logits_scale,
             "final_soft_cap": model.final_soft_cap,
             "tie_embeddings": model.head is None,
         }
@@ -127,6 +138,7 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
         "norm_placement": "sandwich" if before and after else "pre" if before else "post",
         "norm_epsilon": frozenset(norm.epsilon for norm in norms if norm is not None),
         "parallel": block.parallel,
+        "residual_scale": block.residual_scale,
     }
 
 
@@ -225,16 +237,26 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
         **{key: biases[key] for key in _BIASES.get(name, ())},
     }
     if family.zero_centered_norms:
-        scalar = settings["scale"] ** -2
-        entries["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
+        entries["query_pre_attn_scalar"] = _rounded(settings["scale"] ** -2)
         entries["attn_logit_softcapping"] = settings["logits_soft_cap"]
         entries["final_logit_softcapping"] = settings["final_soft_cap"]
+    if name == "granite":
+        entries |= {"embedding_multiplier": settings["embedding_scale"] or 1.0}
+        entries |= {"residual_multiplier": settings["residual_scale"] or 1.0}
+        entries |= {"attention_multiplier": settings["scale"]}
+        entries |= {"logits_scaling": _rounded(1 / (settings["logits_scale"] or 1.0))}
     return entries | _layer_entries(name, family, model, settings)
+
+
+def _rounded(x: float) -> float:
+    """Returns the integer that x is close to, or x."""
+    return round(x) if math.isclose(x, round(x)) else x
 
 
 def _layer_entries(name: str, family: Family, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns windows and rotary position embeddings under names that all generations of transformers read."""
-    window_sizes, ropes = _window_sizes(model), [rope or Rope() for rope in settings["rope"]]
+    first_rope = next(filter(None, settings["rope"]), Rope())
+    window_sizes, ropes = _window_sizes(model), [rope or first_rope for rope in settings["rope"]]
     is_sliding = [size is not None and size < math.inf for size in window_sizes]
     if len(family.thetas) > 1 and len({*ropes}) > 1:  # two kinds of layers differ by their rope
         local_rope = min(ropes, key=lambda rope: (rope.scaling is not None, rope.theta))
@@ -250,14 +272,23 @@ def _layer_entries(name: str, family: Family, model: SparseTransformer, settings
             "use_sliding_window": any(is_sliding),
             "max_window_layers": is_sliding.index(True) if any(is_sliding) else 0,
         }
-    if name == "mistral":
+    if name == "smollm3":
+        rotates = [int(rope is not None) for rope in settings["rope"]]
+        entries |= {"use_sliding_window": any(is_sliding), "no_rope_layers": rotates}
+    if name in ("mistral", "phi3"):
         entries["sliding_window"] = size if all(is_sliding) else None
+    if name == "phi3":
+        rotary_dim = first_rope.rotary_dim or settings["head_dim"]
+        entries["partial_rotary_factor"] = rotary_dim / settings["head_dim"]
+        if isinstance(first_rope.scaling, LongRopeScaling):  # this entry outweighs that of rope_scaling
+            entries["original_max_position_embeddings"] = first_rope.scaling.original_length
+    if name == "exaone4" and not any(is_sliding):
+        entries["sliding_window"] = None
     full_rope = ropes[is_sliding.index(False)] if False in is_sliding else ropes[0]
     entries |= {"rope_theta": full_rope.theta, "rope_scaling": _scaling_entries(full_rope)}
-    if len(family.thetas) > 1:
-        entries["rope_local_base_freq"] = (
-            ropes[is_sliding.index(True)].theta if True in is_sliding else family.thetas[-1]
-        )
+    if len({*family.thetas}) > 1:
+        default = [*family.thetas][-1]
+        entries["rope_local_base_freq"] = ropes[is_sliding.index(True)].theta if True in is_sliding else default
     return entries
 
 
@@ -266,4 +297,5 @@ def _scaling_entries(rope: Rope) -> dict[str, Any] | None:
         return None
     (name,) = (name for name, scaling in SCALINGS.items() if type(rope.scaling) is scaling)
     numbers = {SCALING_KEYS.get(key, key): value for key, value in dataclasses.asdict(rope.scaling).items()}
+    numbers.pop("length", None)  # that of the model
     return {"rope_type": name} | numbers

@@ -21,7 +21,8 @@ from flax.typing import PathParts
 
 from ...arguments.checks import strict_kwargs
 from ..transformer import SparseTransformer
-from .families import Config, read_settings
+from .config import Config
+from .families import read_settings
 from .huggingface import TensorMapping, map_tensors, path_of
 from .model_config import config_of, layers_with_other_patterns
 
@@ -38,7 +39,7 @@ def to_huggingface(
     written one by one, in the dtypes of the parameters; Gemma's norm scales, stored as differences from 1, in that of
     the embedding. Copy the files of the tokenizer yourself.
 
-    The format has settings for causal layers and, in Qwen, Gemma and Mistral, for windows. Other patterns (strides,
+    The format has settings for causal layers and, in most families, for windows. Other patterns (strides,
     scorers, ...) are not written, with a warning: pass them to `from_huggingface`,
     ``sl.from_huggingface(folder, patterns)``.
 
@@ -175,11 +176,10 @@ def _write_tensors(
 
 
 def _tensor(slices: list[tuple[TensorMapping, Any, int]], dtype: Any) -> np.ndarray:
-    """Returns a tensor of the file, from one parameter or three side by side; undoes `TensorMapping.read`."""
+    """Returns a tensor of the file, from one parameter or several side by side; undoes `TensorMapping.read`."""
     tensor = np.empty(slices[0][0].tensor_shape, dtype)
     for mapping, param, layer in slices:
         x = np.asarray(jnp.reshape(param[...], (-1, *mapping.shape))[layer])  # one of the scanned layers
-        target = tensor if mapping.qkv_index is None else np.split(tensor, 3, axis=-1)[mapping.qkv_index]
-        target = target.T if mapping.transposed else target
+        target = (tensor.T if mapping.transposed else tensor)[..., mapping.outputs]
         target[...] = (x.astype(np.float32) - mapping.offset if mapping.offset else x).reshape(target.shape)
     return tensor

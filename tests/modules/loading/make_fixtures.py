@@ -62,7 +62,34 @@ CASES = {
         {"sliding_attention": (1e4, None), "full_attention": (1e6, {"rope_type": "linear", "factor": 8.0})},
     ),
     "olmo2": ("Olmo2", SIZES, (500000.0, None)),
+    "olmo3": (
+        "Olmo3",
+        SIZES | {"sliding_window": 9, "layer_types": KINDS},
+        {"sliding_attention": (500000.0, None), "full_attention": (500000.0, YARN)},
+    ),
+    "exaone4": (
+        "Exaone4",
+        SIZES | {"head_dim": 8, "sliding_window": 9, "layer_types": KINDS, "tie_word_embeddings": True},
+        (1e6, LLAMA3),
+    ),
+    "smollm3": (
+        "SmolLM3",
+        SIZES | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9, "mlp_bias": True},
+        (1e6, None),
+    ),
+    "phi3": ("Phi3", SIZES | {"sliding_window": 10, "partial_rotary_factor": 0.75}, (1e4, None)),
+    "granite": (
+        "Granite",
+        SIZES
+        | {"attention_bias": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
+        | {"attention_multiplier": 0.2, "logits_scaling": 0.5},
+        (1e4, None),
+    ),
 }
+# Phi 3 with LongRoPE: the same weights with a factor for each of the 3 pairs that rotate.
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
+LONGROPE |= {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONGROPE = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}
 
 
 def rope(given, new):
@@ -73,7 +100,8 @@ def rope(given, new):
         if new:
             return {"rope_parameters": {kind: rope(each, new)["rope_parameters"] for kind, each in given.items()}}
         (local, _), (theta, scaling) = given["sliding_attention"], given["full_attention"]
-        return {"rope_theta": theta, "rope_local_base_freq": local, "rope_scaling": scaling}
+        local = {} if local == theta else {"rope_local_base_freq": local}
+        return {"rope_theta": theta, "rope_scaling": scaling} | local
     theta, scaling = given
     if new:
         return {"rope_parameters": {"rope_theta": theta, "rope_type": "default"} | (scaling or {})}
@@ -93,6 +121,8 @@ def main():
         if new:
             shutil.rmtree(folder, ignore_errors=True)
             make(folder, kind, config, seed, sharded=name == "llama")
+            if name == "phi3":
+                make_longrope(folder)
         else:
             config.architectures = [f"{kind}ForCausalLM"]
             config.to_json_file(folder / "config_4.json")
@@ -135,6 +165,26 @@ def make(folder, kind, config, seed, sharded):
         folder / "expected.npz", tokens=tokens[0].numpy(), logits=logits.numpy(), greedy=row[0, PROMPT:].numpy()
     )
     print(folder.name, "logits of", float(logits.std()), "tokens", row[0, PROMPT:].tolist()[:20])
+
+
+def make_longrope(folder):
+    """Writes the logits of Phi 3 with LongRoPE, of as many tokens as its original length and of all."""
+    import json
+
+    import numpy as np
+    import torch
+    import transformers
+
+    with np.load(folder / "expected.npz") as expected:
+        tokens = torch.from_numpy(expected["tokens"])[None]
+    config = transformers.Phi3Config.from_dict(json.loads((folder / "config.json").read_text()) | LONGROPE)
+    model = transformers.Phi3ForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    config.to_json_file(folder / "config_longrope.json")
+    with torch.no_grad():
+        short, long = (model.eval()(tokens[:, :count]).logits[0].numpy() for count in (16, TOKENS))
+    np.savez_compressed(folder / "expected_longrope.npz", short=short, long=long)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ IGNORED |= {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 ADDED = {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [8], "use_sliding_window": [True]}
 ADDED |= {"head_dim": [None], "partial_rotary_factor": [0.5, 1.0], "rope_theta": [2e4], "torch_dtype": ["float16"]}
 ADDED |= {"sliding_window_pattern": [2], "layer_types": [["full_attention"] * 3, ["sliding_attention"] * 3]}
+ADDED |= {"no_rope_layers": [[1, 1, 1], [0, 1]]}
 ADDED |= {"max_window_layers": [1], "query_pre_attn_scalar": [32], "hidden_activation": ["gelu_pytorch_tanh", None]}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
@@ -55,7 +56,7 @@ def values(name, value):
     return []
 
 
-def mutations(config):
+def mutations(name, config):
     """Returns changes of a configuration, each a dict of settings."""
     changes = [{}]
     for name, value in config.items():
@@ -68,10 +69,10 @@ def mutations(config):
     rope = config.get("rope_parameters")
     if not rope:
         return changes
-    theta = {"rope_theta": rope.get("rope_theta", 1e4)}
+    theta = {"rope_theta": rope.get("full_attention", rope)["rope_theta"]}
     # With Gemma 3, transformers 5 reads no "type" as earlier generations do.
     older = [{"type": "linear", "factor": 2.0}] if "rope_theta" in rope else []
-    for scaling in SCALINGS + older:
+    for scaling in SCALINGS + older if name in ("llama", "qwen2", "gemma3_text") else SCALINGS[:4]:
         changes += [{"rope_parameters": DROPPED, "rope_scaling": scaling} | theta]
         if "rope_theta" in rope:
             changes += [{"rope_parameters": theta | (scaling or {})}]
@@ -118,7 +119,7 @@ def main():
         with tempfile.TemporaryDirectory() as parent:
             folder = pathlib.Path(shutil.copytree(source, pathlib.Path(parent, name)))
             expected, record[name] = logits(folder, tokens), []
-            for change in mutations(config):
+            for change in mutations(name, config):
                 (folder / "config.json").write_text(json.dumps(mutated(config, change)))
                 actual = logits(folder, tokens)
                 is_same = actual is not None and np.abs(actual - expected).max() < 1e-4

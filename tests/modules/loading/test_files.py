@@ -3,9 +3,11 @@
 import json
 import math
 import pathlib
+import shutil
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,7 +15,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import sparse_layers as sl
-from sparse_layers.modules.loading.families import Config, read_settings
+from sparse_layers.modules.loading.config import Config
+from sparse_layers.modules.loading.families import read_settings
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 
@@ -192,6 +195,52 @@ def test_dynamic_scaling_changes_nothing_up_to_the_longest_input(tmp_path):
     assert sl.from_huggingface(folder, seq_len=128).blocks[0].attention.attention_fn.rope == sl.Rope(1e6)
     with pytest.raises(ValueError, match="'dynamic' changes beyond max_position_embeddings=128, got seq_len=129"):
         sl.from_huggingface(folder, seq_len=129)
+
+
+def test_longrope_has_factors_for_the_longest_input(tmp_path):
+    """Logits of 16 tokens, the original length, and of all 64; it decides by the input, here the model does."""
+    folder = write(tmp_path / "model", config("phi3"), tensors("phi3"))
+    shutil.copy(FIXTURES / "phi3" / "config_longrope.json", folder / "config.json")
+    with (
+        np.load(FIXTURES / "phi3" / "expected.npz") as known,
+        np.load(FIXTURES / "phi3" / "expected_longrope.npz") as x,
+    ):
+        tokens, expected = known["tokens"], {16: x["short"], 128: x["long"]}
+    for seq_len, logits in expected.items():
+        model = sl.from_huggingface(folder, seq_len=seq_len, param_dtype=jnp.float32, implementation="reference")
+        np.testing.assert_allclose(model(tokens[: len(logits)]), logits, atol=2e-5)
+        sl.to_huggingface(model, tmp_path / str(seq_len))
+        again = sl.from_huggingface(tmp_path / str(seq_len), seq_len=seq_len)
+        assert again.blocks[0].attention.attention_fn.rope == model.blocks[0].attention.attention_fn.rope
+    with pytest.raises(ValueError, match=r"'longrope' has factors for .* pass seq_len=16 or seq_len=128"):
+        sl.from_huggingface(folder)
+    longrope = json.loads((folder / "config.json").read_text())
+    longrope["rope_parameters"]["partial_rotary_factor"] = 1.0
+    with pytest.raises(ValueError, match="short_factors must be one for each of the 4 pairs, got 3"):
+        sl.from_huggingface(write(folder, longrope, tensors("phi3")), seq_len=16)
+
+
+def test_layers_without_rotary_embeddings():
+    """A list of ones and zeros or an interval in SmolLM 3; the layers without a window in Exaone 4."""
+
+    def rotates(name, **changes):
+        found = settings(name, **changes)
+        return [found["rope"][i % len(found["rope"])] is not None for i in range(3)]
+
+    assert rotates("smollm3") == rotates("smollm3", no_rope_layers=[1, 0, 1]) == [True, False, True]
+    assert rotates("smollm3", no_rope_layers=[1, 1, 1]) == [True] * 3
+    assert rotates("smollm3", no_rope_layers=None, no_rope_layer_interval=3) == [True, True, False]
+    assert rotates("exaone4") == [True, True, False]
+    no_windows = {"sliding_window": None, "layer_types": None}
+    assert rotates("exaone4", **no_windows) == [True] * 3
+    assert settings("exaone4", **no_windows)["patterns"] == (sl.Causal(),)
+    for pattern, expected in (("LLG", [True, True, False]), ("LGL", [True, False, False]), (2, [True, False, True])):
+        assert rotates("exaone4", layer_types=None, sliding_window_pattern=pattern) == expected
+    for wrong in ([1, 0], [1, 0, 2], 3):
+        with pytest.raises(ValueError, match="no_rope_layers must be 3 times 0 or 1"):
+            settings("smollm3", no_rope_layers=wrong)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor must be a number in \(0, 1\], got 0"):
+        settings("phi3", rope_parameters=None, partial_rotary_factor=0)
 
 
 def test_activations_are_written_by_their_names(tmp_path):

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.modules.loading.families import Config, read_settings
+from sparse_layers.modules.loading.config import Config
+from sparse_layers.modules.loading.families import read_settings
 
 FOLDER = pathlib.Path(__file__).parent
 SWEEP = json.loads((FOLDER / "sweep.json").read_text())
 # Settings that are refused though the library takes them: activations that no gated MLP has, attention that sees the
 # future, a scale by layer; and what the library ignores, though the setting says otherwise.
 REFUSED = {"hidden_act", "hidden_activation", "activation_function", "use_bidirectional_attention"}
-REFUSED |= {"scale_attn_by_inverse_layer_idx", "scale_attn_weights"}
+REFUSED |= {"scale_attn_by_inverse_layer_idx", "scale_attn_weights", "use_sliding_window"}
 REFUSED |= {"mlp_bias", "attention_bias", "partial_rotary_factor", "tie_word_embeddings", "layer_types"}
 
 
