@@ -321,7 +321,7 @@ def test_what_it_does_not_is_done_by_others(launched, options: dict[str, Any], k
     assert {"query_gather_kernel", "dkv_kernel"} & {name for name, _ in launched} == {kernel}
 
 
-@pytest.mark.parametrize("size", settings.HEAD_SIZES)
+@pytest.mark.parametrize("size", settings.GATHER_HEAD_SIZES)
 @pytest.mark.parametrize("block", settings.STEP_KEYS)
 def test_settings_fit(size, block):
     stages = settings.num_stages("query_gather", size, block)

@@ -77,6 +77,7 @@ from .tiles import (
     load_mask_words,
     load_span,
     scale_log2,
+    select_columns,
     tile_coordinates,
     to_logits,
     unravel_work_tile,
@@ -87,6 +88,7 @@ class BackwardConstants(NamedTuple):
     """Compile-time constants of the kernel, beside the bundles of `tiles.py`."""
 
     M: int  # queries of a step; a block of the lists has one or more steps
+    N: int  # keys of a program; a block of the lists has one or two programs
     STAGES: int  # of the ring of q and dout tiles
     ADD_TO_DKV: bool  # True if results are added to earlier dk and dv
     SPLIT_HEADS: int  # query heads with the same splits, numbered for the first of them
@@ -95,7 +97,7 @@ class BackwardConstants(NamedTuple):
 class SplitSchedule(NamedTuple):
     """Pointers to the work tiles of all programs."""
 
-    work_tiles: Any  # number of the work tile, by program
+    work_tiles: Any  # number of the work tile, by program, or by two programs
     splits: Any  # of the lists, if L.NUM_SPLITS > 0
 
 
@@ -105,6 +107,7 @@ class KVWorkTile(NamedTuple):
     batch: Any
     kv_head: Any
     kv_block: Any
+    row: Any  # the program's first row of keys
     first_head: Any
     end_head: Any
     first_entry: Any  # of a split, in the list of its first head
@@ -123,13 +126,16 @@ def _query_heads(kv_head, A: gl.constexpr):
 
 
 @gluon.jit
-def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
+def load_work_tile(schedule, A: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
     """Loads the work tile of this program."""
-    number = gl.load(schedule.work_tiles + gl.program_id(0))
+    PROGRAMS: gl.constexpr = KV.BLOCK // F.N  # of a work tile
+    number = gl.load(schedule.work_tiles + gl.program_id(0) // PROGRAMS)
+    row_in_block = gl.program_id(0) % PROGRAMS * F.N
     if L.NUM_SPLITS == 0:
         batch, kv_head, kv_block = unravel_work_tile(number, A.KV_HEADS, L)
         first_head, end_head = _query_heads(kv_head, A)
-        return KVWorkTile(batch, kv_head, kv_block, first_head, end_head, 0, 0)
+        row = kv_block * KV.BLOCK + row_in_block
+        return KVWorkTile(batch, kv_head, kv_block, row, first_head, end_head, 0, 0)
     else:
         split = schedule.splits + number % L.NUM_SPLITS * 5
         head_offset = number // L.NUM_SPLITS % F.SPLIT_HEADS
@@ -137,11 +143,12 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
         kv_head = (A.FIRST_HEAD + first_head * A.HEAD_STEP) // (A.HEADS // A.KV_HEADS)
         first_entry, end_entry = gl.load(split + 3), gl.load(split + 4)
         batch, kv_block = number // L.NUM_SPLITS // F.SPLIT_HEADS, gl.load(split)
-        return KVWorkTile(batch, kv_head, kv_block, first_head, end_head, first_entry, end_entry)
+        row = kv_block * KV.BLOCK + row_in_block
+        return KVWorkTile(batch, kv_head, kv_block, row, first_head, end_head, first_entry, end_entry)
 
 
 @gluon.jit
-def _load_entry_range(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
+def load_entry_range(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
     """Entries of a work tile in the list of a query head: (first entry, first partial one, end)."""
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     first, first_partial, end = load_span(spans, work_tile.batch, head, work_tile.kv_block, L)
@@ -152,18 +159,8 @@ def _load_entry_range(spans, work_tile, pass_head, A: gl.constexpr, L: gl.conste
     return first, first_partial, end
 
 
-@gluon.jit
-def select_columns(x, INDEX: gl.constexpr, WIDTH: gl.constexpr):
-    """Selects WIDTH columns of a tile in registers [64, WIDTH] or [64, 2 * WIDTH]: all, or half INDEX."""
-    if x.shape[1] == WIDTH:
-        return x
-    else:
-        halves = gl.split(gl.permute(gl.reshape(x, [GROUP_ROWS, 2, WIDTH]), (0, 2, 1)))
-        return halves[INDEX]
-
-
 def _swapped_layout(rows: int, columns: int) -> Any:
-    """Shared layout of a float32 tile after `_swap_halves`, which TMA then reads unswapped.
+    """Shared layout of a float32 tile after `swap_halves`, which TMA then reads unswapped.
 
     TMA has rows in lines of 128 bytes, and chunk i of 16 bytes of row r at position i ^ (r % 8) of a line.
     Sixteen threads store at a time, two columns each: two chunks of each of four rows. The chunks of two of the rows
@@ -178,7 +175,7 @@ swapped_layout = gluon.constexpr_function(_swapped_layout)
 
 
 @gluon.jit
-def _swap_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def swap_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Swaps the halves of every 32 columns in the odd rows of a tile."""
     low, high = gl.split(gl.permute(gl.reshape(x, [ROWS, COLUMNS // 32, 2, 16]), (0, 1, 3, 2)))
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))
@@ -189,19 +186,19 @@ def _swap_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def produce(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Loads k and v, then for each step q with lse, and dout with delta."""
     M: gl.constexpr = F.M
     STEPS_PER_BLOCK: gl.constexpr = Q.BLOCK // M
-    work_tile = _load_work_tile(schedule, A, L, F)
-    batch, row = work_tile.batch, work_tile.kv_block * KV.BLOCK
+    work_tile = load_work_tile(schedule, A, KV, L, F)
+    batch, row = work_tile.batch, work_tile.row
     expect_tile(descs.k, batch, row, work_tile.kv_head, ready.kv.index(0), buffers.k.index(0), KV, A.D)
-    expect_tile(descs.v, batch, row, work_tile.kv_head, ready.kv.index(1), buffers.v.index(0), KV, A.D)
+    expect_tile(descs.v, batch, row, work_tile.kv_head, ready.kv.index(1), buffers.v.index(0), KV, A.DV)
     pipeline_step = 0
     for pass_head in range(work_tile.first_head, work_tile.end_head):
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
-        first, _, end = _load_entry_range(lists.spans, work_tile, pass_head, A, L)
+        first, _, end = load_entry_range(lists.spans, work_tile, pass_head, A, L)
         scalars_row = batch * A.PASS_HEADS + pass_head
         for step in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
             q_block = gl.load(lists.entries + step // STEPS_PER_BLOCK)
@@ -213,13 +210,15 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
             load_tile(descs.q, coordinates, ready.q.index(stage), buffers.q.index(stage))
             load_tile(descs.lse, [scalars_row, row], ready.q.index(stage), buffers.lse.index(stage))
             mbarrier.expect(ready.dout.index(stage), descs.dout.block_type.nbytes + descs.delta.block_type.nbytes)
+            if A.D != A.DV:
+                coordinates = tile_coordinates(batch, row, head, 0, Q, A.DV)
             load_tile(descs.dout, coordinates, ready.dout.index(stage), buffers.dout.index(stage))
             load_tile(descs.delta, [scalars_row, row], ready.dout.index(stage), buffers.delta.index(stage))
             pipeline_step += 1
 
 
 @gluon.jit
-def _apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A: gl.constexpr, L: gl.constexpr,
+def apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A: gl.constexpr, L: gl.constexpr,
                 F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Sets scores [64, M] of a partial entry to -inf where mask words or the selection exclude the pair."""
     M: gl.constexpr = F.M
@@ -244,11 +243,16 @@ def recompute_p(scores, neg_lse, A: gl.constexpr):
 @gluon.jit
 def compute_ds(scores, p, dp, delta, A: gl.constexpr):
     """Computes ds = scale * p * (dp - delta) from ``scores`` after `to_logits`; ``delta`` comes times -scale."""
-    ds = p * (dp * A.SCALE + delta)
+    return times_cap_derivative(p * (dp * A.SCALE + delta), scores, A)
+
+
+@gluon.jit
+def times_cap_derivative(x, scores, A: gl.constexpr):
+    """Multiplies x by the derivative of the soft cap at ``scores`` after `to_logits`."""
     if A.CAP > 0:
         tanh_logits = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
-        ds = ds * (1 - tanh_logits * tanh_logits)
-    return ds
+        x = x * (1 - tanh_logits * tanh_logits)
+    return x
 
 
 @gluon.jit
@@ -301,7 +305,7 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A, L, F, S_LAYOUT)
+            scores = apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A, L, F, S_LAYOUT)
         p = recompute_p(scores, neg_lse, A)  # [64, M]
         # This phase is already complete. The wait is a branch: without it, ptxas moves the wait for dp before the
         # exponentials.
@@ -328,7 +332,7 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         dq_tile = buffers.dq.index(GROUP)
-        reinterpret(dq_tile, gl.float32, [M, HALF_D], swapped_layout(M, HALF_D)).store(_swap_halves(dq, M, HALF_D))
+        reinterpret(dq_tile, gl.float32, [M, HALF_D], swapped_layout(M, HALF_D)).store(swap_halves(dq, M, HALF_D))
         fence_async_shared()
         row = q_block * Q.BLOCK + q_tile_in_block * M
         add_tile(descs.dq, tile_coordinates(batch, row, pass_head, GROUP * HALF_D, Q, D), dq_tile)
@@ -337,16 +341,16 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
 
 
 @gluon.jit
-def _store_gradient(x, desc, buffer, batch, row, kv_head, A: gl.constexpr, DKV: gl.constexpr, F: gl.constexpr):
-    """Stores or adds dk or dv [64, D] through TMA, one box of ``desc`` after the other."""
+def store_gradient(x, desc, buffer, batch, row, kv_head, SIZE: gl.constexpr, DKV: gl.constexpr, F: gl.constexpr):
+    """Stores or adds dk or dv [64, SIZE] through TMA, one box of ``desc`` after the other."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tile = reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
-    for i in gl.static_range(A.D // WIDTH):
+    for i in gl.static_range(SIZE // WIDTH):
         columns = select_columns(x, i, WIDTH)
         tma.store_wait(0)
         as_matrix(tile, GROUP_ROWS, WIDTH).store(columns.to(desc.dtype))
         fence_async_shared()
-        corner = tile_coordinates(batch, row, kv_head, i * WIDTH, DKV, A.D)
+        corner = tile_coordinates(batch, row, kv_head, i * WIDTH, DKV, SIZE)
         if F.ADD_TO_DKV:
             add_tile(desc, corner, tile)
         else:
@@ -360,9 +364,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     D: gl.constexpr = A.D
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.M, 16])
     DKV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
-    work_tile = _load_work_tile(schedule, A, L, F)
+    work_tile = load_work_tile(schedule, A, KV, L, F)
     batch = work_tile.batch
-    row = work_tile.kv_block * KV.BLOCK + GROUP * GROUP_ROWS
+    row = work_tile.row + GROUP * GROUP_ROWS
     key_rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     kv_ids = load_ids(lists.kv_ids, batch, key_rows, KV, A)  # [64] each
     dk = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
@@ -371,16 +375,16 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
     for pass_head in range(work_tile.first_head, work_tile.end_head):
-        first, first_partial, end = _load_entry_range(lists.spans, work_tile, pass_head, A, L)
+        first, first_partial, end = load_entry_range(lists.spans, work_tile, pass_head, A, L)
         pipeline_step, dk, dv = _backward_steps(first, first_partial, pipeline_step, dk, dv, GROUP, descs, buffers,
                                                 ready, free, lists, batch, pass_head, kv_ids, A, Q, KV, L, F, False,
                                                 S_LAYOUT, DKV_LAYOUT)  # fmt: skip
-        _, first_partial, end = _load_entry_range(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
+        _, first_partial, end = load_entry_range(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
         pipeline_step, dk, dv = _backward_steps(first_partial, end, pipeline_step, dk, dv, GROUP, descs, buffers,
                                                 ready, free, lists, batch, pass_head, kv_ids, A, Q, KV, L, F, True,
                                                 S_LAYOUT, DKV_LAYOUT)  # fmt: skip
-    _store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
-    _store_gradient(dv, descs.dv, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
+    store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, D, DKV, F)
+    store_gradient(dv, descs.dv, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, D, DKV, F)
     tma.store_wait(0)
 
 
@@ -438,7 +442,7 @@ def hopper_backward_kernel(
         [
             (_consumer, (0, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
             (_consumer, (1, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
-            (_producer, (descs, buffers, ready, free, schedule, lists, A, Q, KV, L, F)),
+            (produce, (descs, buffers, ready, free, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -54,7 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .primitives import exp2, load_tile, pack, reinterpret, store_tile, unpack
+from .primitives import exp2, load_tile, pack, prevent_sinking, reinterpret, store_tile, unpack
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
@@ -73,7 +73,9 @@ from .tiles import (
     load_ids,
     load_mask_words,
     load_span,
+    multiply_transposed,
     scale_log2,
+    select_columns,
     tile_coordinates,
     to_logits,
     unravel_work_tile,
@@ -169,13 +171,13 @@ def _next_work_tile(queue, iteration, lists, rows, row_in_tile, A: gl.constexpr,
 
 
 @gluon.jit
-def _load_kv(desc, desc2, batch, row, kv_head, ready, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
+def _load_kv(desc, desc2, batch, row, kv_head, ready, buffer, KV: gl.constexpr, KV2: gl.constexpr, SIZE: gl.constexpr):
     """Starts to load k or v of a step. Rows of a second pass are numbered after those of the first."""
     if KV2.ROWS == 0 or row < KV.ROWS:
-        load_tile(desc, tile_coordinates(batch, row, kv_head, 0, KV, A.D), ready, buffer)
+        load_tile(desc, tile_coordinates(batch, row, kv_head, 0, KV, SIZE), ready, buffer)
     else:
         buffer2 = reinterpret(buffer, desc2.dtype, desc2.block_shape, desc2.layout)
-        load_tile(desc2, tile_coordinates(batch, row - KV.ROWS, kv_head, 0, KV2, A.D), ready, buffer2)
+        load_tile(desc2, tile_coordinates(batch, row - KV.ROWS, kv_head, 0, KV2, SIZE), ready, buffer2)
 
 
 @gluon.jit
@@ -214,13 +216,18 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
             if step == first:  # it carries no values, and groups must not arrive at free.v before this phase is over
                 mbarrier.wait(free.v.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
             k_and_v = (step > first) & (step < end)
-            mbarrier.expect(kv_ready, 2 * descs.k.block_type.nbytes, pred=k_and_v)
-            mbarrier.expect(kv_ready, descs.k.block_type.nbytes, pred=k_and_v == 0)
+            if A.D == A.DV:
+                mbarrier.expect(kv_ready, 2 * descs.k.block_type.nbytes, pred=k_and_v)
+                mbarrier.expect(kv_ready, descs.k.block_type.nbytes, pred=k_and_v == 0)
+            else:
+                mbarrier.expect(kv_ready, descs.k.block_type.nbytes + descs.v.block_type.nbytes, pred=k_and_v)
+                mbarrier.expect(kv_ready, descs.k.block_type.nbytes, pred=step == first)
+                mbarrier.expect(kv_ready, descs.v.block_type.nbytes, pred=step == end)
             if step < end:
-                _load_kv(descs.k, descs.k2, batch, k_row, kv_head, kv_ready, buffers.k.index(stage), A, KV, KV2)
+                _load_kv(descs.k, descs.k2, batch, k_row, kv_head, kv_ready, buffers.k.index(stage), KV, KV2, A.D)
             if step > first:
                 mbarrier.wait(free.v.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
-                _load_kv(descs.v, descs.v2, batch, v_row, kv_head, kv_ready, buffers.v.index(stage), A, KV, KV2)
+                _load_kv(descs.v, descs.v2, batch, v_row, kv_head, kv_ready, buffers.v.index(stage), KV, KV2, A.DV)
             v_row = k_row
             pipeline_step += 1
         work_tile = next_work_tile
@@ -293,9 +300,9 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
         k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
         scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = multiply_transposed(q_tile, k_tile, scores, False, A.DEPTH)
         p = unpack(packed_p, q_tile.dtype, GROUP_ROWS, N, LHS_LAYOUT)
-        acc = warpgroup_mma(p, as_matrix(buffers.v.index(stage), N, A.D), acc, is_async=True)
+        acc = warpgroup_mma(p, as_matrix(buffers.v.index(stage), N, A.DV), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(free.k.index(stage), count=1)
         scores = to_logits(scores, A)
@@ -311,16 +318,52 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
 
 
 @gluon.jit
+def _scale_rows(x, factors):
+    """Multiplies the rows of x [64, columns] by factors [64]."""
+    return x * gl.convert_layout(factors, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def _second_half_tile(GROUP: gl.constexpr, descs, buffers):
+    """Returns shared memory for the second half of the columns of an earlier out: that of q, whose scores are done."""
+    desc = descs.earlier_out
+    return reinterpret(buffers.q.index(GROUP), desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def _reuse_q_tile(GROUP: gl.constexpr, descs, buffers, ready, free, batch, pass_head, q_block, A: gl.constexpr,
+                  Q: gl.constexpr, F: gl.constexpr):  # fmt: skip
+    """Frees the only tile of q after the last scores, or first loads the second half of an earlier out there."""
+    WIDTH: gl.constexpr = descs.out.block_shape[-1]
+    if F.HAS_EARLIER and WIDTH < A.DV:
+        barrier = ready.earlier_out.index(2 + GROUP)
+        mbarrier.expect(barrier, descs.earlier_out.block_type.nbytes)
+        corner = tile_coordinates(batch, q_block * Q.BLOCK + GROUP * GROUP_ROWS, pass_head, WIDTH, Q, A.DV)
+        load_tile(descs.earlier_out, corner, barrier, _second_half_tile(GROUP, descs, buffers))
+    else:
+        mbarrier.arrive(free.q.index(GROUP), count=1)
+
+
+@gluon.jit
+def _add_earlier_out(acc, tile, weight, IS_HALF: gl.constexpr):
+    """Adds an earlier out in shared memory, times its weight, to acc: out, or half of its columns."""
+    earlier_out = as_matrix(tile, GROUP_ROWS, acc.shape[1]).load(acc.type.layout).to(gl.float32)
+    acc += _scale_rows(earlier_out, weight)
+    return prevent_sinking(acc) if IS_HALF else acc
+
+
+@gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, rows, A: gl.constexpr,
               Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes out and lse of 64 queries of each work tile: one of the consumer warpgroups, which free q, k and v."""
     N: gl.constexpr = F.N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.DV, 16])
     LHS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    D: gl.constexpr = A.D
+    DV: gl.constexpr = A.DV
+    WIDTH: gl.constexpr = descs.out.block_shape[-1]  # columns of out that are stored at a time: DV, or half of it
     dtype: gl.constexpr = descs.q.dtype
     row_in_tile = GROUP * GROUP_ROWS
     out_tile = buffers.out.index(GROUP)
@@ -336,21 +379,21 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         q_ids = load_ids(lists.q_ids, batch, row, Q, A)
         m_i = initial_m_i  # [64]: the largest logit so far, to base 2
         l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
-        acc = gl.zeros([GROUP_ROWS, D], gl.float32, O_LAYOUT)  # [64, D]: the sum of p @ v
+        acc = gl.zeros([GROUP_ROWS, DV], gl.float32, O_LAYOUT)  # [64, DV]: the sum of p @ v
 
         q_stage = iteration % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + GROUP
         q_tile = as_matrix(buffers.q.index(q_stage), GROUP_ROWS, A.D)  # [64, D]
         if F.HAS_EARLIER:  # it is needed last, and comes while the work tile is computed
             tma.store_wait(0)  # out_tile still holds the previous results
             expect_tile(descs.earlier_out, batch, q_block * Q.BLOCK + row_in_tile, pass_head,
-                        ready.earlier_out.index(GROUP), out_tile, Q, A.D)  # fmt: skip
+                        ready.earlier_out.index(GROUP), out_tile, Q, DV)  # fmt: skip
         mbarrier.wait(ready.q.index(q_stage), iteration // F.Q_STAGES & 1)
         if end > first:
             stage = pipeline_step % F.KV_STAGES
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
             scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
             k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-            scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = multiply_transposed(q_tile, k_tile, scores, False, A.DEPTH)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
@@ -370,20 +413,34 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
                                                  free, lists, row_in_tile, batch, q_ids, A, Q, KV, L, F, True,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
+            if F.Q_STAGES == 1:
+                _reuse_q_tile(GROUP, descs, buffers, ready, free, batch, pass_head, q_block, A, Q, F)
             stage = pipeline_step % F.KV_STAGES
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
             last_p = unpack(packed_p, dtype, GROUP_ROWS, N, LHS_LAYOUT)
-            acc = warpgroup_mma(last_p, as_matrix(buffers.v.index(stage), N, A.D), acc, is_async=True)
+            acc = warpgroup_mma(last_p, as_matrix(buffers.v.index(stage), N, A.DV), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
             pipeline_step += 1
-        mbarrier.arrive(free.q.index(q_stage), count=1)
+        if F.Q_STAGES > 1:
+            mbarrier.arrive(free.q.index(q_stage), count=1)
+        elif end <= first:
+            _reuse_q_tile(GROUP, descs, buffers, ready, free, batch, pass_head, q_block, A, Q, F)
+        parts = (acc,)  # of the columns of out, as they are stored
+        if WIDTH < DV:
+            parts = select_columns(acc, 0, WIDTH), select_columns(acc, 1, WIDTH)
         if F.HAS_EARLIER:
             mbarrier.wait(ready.earlier_out.index(GROUP), iteration & 1)
             earlier_weight = exp2(initial_m_i - gl.where(m_i == float("-inf"), 0.0, m_i))
-            earlier_out = as_matrix(out_tile, GROUP_ROWS, D).load(O_LAYOUT).to(gl.float32)
-            acc += earlier_out * gl.convert_layout(earlier_weight, O_ROWS)[:, None]
+            first_part = _add_earlier_out(parts[0], out_tile, earlier_weight, WIDTH < DV)
+            if WIDTH == DV:
+                parts = (first_part,)
+            else:
+                mbarrier.wait(ready.earlier_out.index(2 + GROUP), iteration & 1)
+                second_half_tile = _second_half_tile(GROUP, descs, buffers)
+                parts = first_part, _add_earlier_out(parts[1], second_half_tile, earlier_weight, True)
+                mbarrier.arrive(free.q.index(q_stage), count=1)
         iteration += 1
         # Fetched now, so that its loads overlap the stores of this work tile.
         next_work_tile = _next_work_tile(queue, iteration, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
@@ -391,11 +448,13 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         is_empty = l_i == 0
         l_i = gl.where(is_empty, 1.0, l_i)
         gl.store(rows.lse + lse_index, gl.where(is_empty, float("-inf"), (m_i + gl.log2(l_i)) * LN_2))
-        out = acc * gl.convert_layout(1.0 / l_i, O_ROWS)[:, None]
-        tma.store_wait(0)
-        as_matrix(out_tile, GROUP_ROWS, D).store(out.to(dtype))
-        fence_async_shared()
-        store_tile(descs.out, tile_coordinates(batch, q_block * Q.BLOCK + row_in_tile, pass_head, 0, Q, A.D), out_tile)
+        for i in gl.static_range(DV // WIDTH):
+            out = _scale_rows(parts[i], 1.0 / l_i).to(dtype)
+            tma.store_wait(0)
+            as_matrix(out_tile, GROUP_ROWS, WIDTH).store(out)
+            fence_async_shared()
+            corner = tile_coordinates(batch, q_block * Q.BLOCK + row_in_tile, pass_head, i * WIDTH, Q, DV)
+            store_tile(descs.out, corner, out_tile)
         work_tile, span, mask_words, initial_m_i = next_work_tile
     tma.store_wait(0)
 
@@ -418,7 +477,7 @@ def hopper_forward_kernel(
     kv_ids,  # int32 [B, NUM_IDS, KV.ROWS] by row: segment ids, -1 in padding; order ids
     sinks,  # float32 [HEADS], if HAS_SINKS
     earlier_lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row, if HAS_EARLIER
-    out,  # a descriptor like that of ``earlier_out``
+    out,  # a descriptor like that of ``earlier_out``; boxes of both have all DV columns, or half of them
     lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row
     A: gl.constexpr,
     Q: gl.constexpr,
@@ -436,13 +495,14 @@ def hopper_forward_kernel(
     buffers = Buffers(
         q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
         k=allocate_buffers(k, F.KV_STAGES),  # [KV_STAGES, N, D]
-        v=allocate_buffers(v, F.KV_STAGES),  # [KV_STAGES, N, D]
-        out=out_buffer,  # [GROUPS, 64, D]
+        v=allocate_buffers(v, F.KV_STAGES),  # [KV_STAGES, N, DV]
+        out=out_buffer,  # [GROUPS, 64, DV], or half of the columns
     )
     q_ready, q_free = allocate_barriers(F.Q_STAGES * GROUPS, 1), allocate_barriers(F.Q_STAGES * GROUPS, 1)
     kv_ready = allocate_barriers(F.KV_STAGES, 1)
     free = Free(q=q_free, k=allocate_barriers(F.KV_STAGES, GROUPS), v=allocate_barriers(F.KV_STAGES, GROUPS))
-    ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
+    earlier_out_ready = allocate_barriers(GROUPS * (A.DV // out.block_shape[-1]), 1)
+    ready = Ready(q=q_ready, kv=kv_ready, earlier_out=earlier_out_ready)
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
     lists = HopperBlockLists(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)

@@ -34,6 +34,7 @@ from .schedule import (
     split_long_lists,
 )
 from .tiles import HopperArrayShapes, ListShapes, softmax_scale_log2
+from .wide_backward_kernel import hopper_wide_backward_kernel
 
 
 class _PreparedLaunch(NamedTuple):
@@ -88,7 +89,7 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         if any(reasons):
             return next(filter(None, reasons))
     operands, sizes = group_pass.operands, (group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1])
-    if _padded_head_size(group_pass) is None or any(size % 8 for size in sizes):
+    if settings.padded_head_sizes(*sizes) is None or any(size % 8 for size in sizes):
         largest = settings.HEAD_SIZES[-1]
         return f"the Hopper kernels take head sizes that are multiples of 8 up to {largest}, got {size_text(*sizes)}"
     params = group_pass.call.params[direction != "forward"]
@@ -111,7 +112,7 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         return "the Hopper forward kernel takes passes over all queries, and this one is over some"
     for order, number in (
         (group_pass.q_order, _tile_queries(group_pass, direction)),
-        (group_pass.kv_order, settings.tile_keys(block)),
+        (group_pass.kv_order, settings.tile_keys(block, _head_sizes(group_pass).query_key)),
     ):
         if _box_view(group_pass, order, number) is None:
             return f"a TMA descriptor cannot address the rows of {order}"
@@ -149,29 +150,32 @@ def forward(
             lse = jnp.where(lse == -jnp.inf, sinks[group_pass.first :: group_pass.step], lse)
         out, lse = merge_by_lse((out, lse), forward(group_pass, None, None, True).by_token())
         return PassResults(natural, (out, lse.swapaxes(1, 2)))
-    prepared = _prepare(group_pass, "forward")
-    order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile)
+    prepared, sizes = _prepare(group_pass, "forward"), _head_sizes(group_pass)
+    order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile, sizes.query_key)
     kv_order = (group_pass.fused_with or group_pass).kv_order  # of the second pass
     kv_view2 = views.rows_view(kv_order, prepared.kv.tile)
     kv_view2 = kv_view2._replace(ROWS=0) if group_pass.fused_with is None else kv_view2
     out = jax.ShapeDtypeStruct((*query.shape[:2], group_pass.heads, value.shape[-1]), query.dtype)
     lse = jax.ShapeDtypeStruct((query.shape[0], group_pass.heads, prepared.constants["Q"].ROWS), jnp.float32)
     unused = jnp.zeros((1,), jnp.float32)
+    out_columns = min(sizes.value, settings.OUT_COLUMNS)
     inputs = [
-        _descriptor(group_pass, query, order, prepared.tile_queries),
-        _descriptor(group_pass, group_pass.operands.key, prepared.kv.order, keys),
-        _descriptor(group_pass, value, prepared.kv.order, keys),
-        *(_descriptor(group_pass, x, kv_order, keys) for x in (group_pass.operands.key, value)),
-        _descriptor(group_pass, query if earlier is None else earlier.arrays[0], order, prepared.tile_queries),
+        _descriptor(query, order, prepared.tile_queries, sizes.query_key),
+        *(
+            _descriptor(x, rows, keys, columns)
+            for rows in (prepared.kv.order, kv_order)
+            for x, columns in ((group_pass.operands.key, sizes.query_key), (value, sizes.value))
+        ),
+        _descriptor(query if earlier is None else earlier.arrays[0], order, prepared.tile_queries, out_columns),
         *prepared.list_arrays,
         unused if sinks is None else sinks,
         unused if earlier is None else _by_row(earlier.arrays[1], prepared.q, 0.0),
     ]
     forward_constants = ForwardConstants(
-        keys, settings.Q_STAGES, prepared.stages, sinks is not None, earlier is not None
+        keys, settings.Q_STAGES[sizes.query_key], prepared.stages, sinks is not None, earlier is not None
     )
     results, constants = (
-        [_descriptor(group_pass, out, order, prepared.tile_queries), lse],
+        [_descriptor(out, order, prepared.tile_queries, out_columns), lse],
         {"KV2": kv_view2, "F": forward_constants},
     )
     out, lse = _launch(group_pass, hopper_forward_kernel, prepared, inputs, results, constants, {})
@@ -192,8 +196,9 @@ def dqkv(
     With ``kv_in_input_dtype``, dk and dv of all tokens are stored in their dtype, else in float32.
     """
     query, key, value = group_pass.operands.query, group_pass.operands.key, group_pass.operands.value
-    prepared = _prepare(group_pass, "backward")
+    prepared, sizes = _prepare(group_pass, "backward"), _head_sizes(group_pass)
     q, kv, tile_queries = prepared.q, prepared.kv, prepared.tile_queries
+    keys = settings.tile_keys(kv.tile, sizes.query_key)
     lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
     lse = scaled_neg_lse(lse, group_pass.call)
     scalars = _by_row(lse, q, -jnp.inf), _by_row(delta * -group_pass.call.scale, q, 0.0)
@@ -213,10 +218,10 @@ def dqkv(
     elif prepared.split_heads:
         initial[1:] = [jnp.zeros(shape, dkv_dtype) for shape in shapes[1:]]
     arrays = [
-        _descriptor(group_pass, query, q.order, tile_queries),
-        _descriptor(group_pass, inputs.dout, q.order, tile_queries),
-        _descriptor(group_pass, key, kv.order, kv.tile),
-        _descriptor(group_pass, value, kv.order, kv.tile),
+        _descriptor(query, q.order, tile_queries, sizes.query_key),
+        _descriptor(inputs.dout, q.order, tile_queries, sizes.value),
+        _descriptor(key, kv.order, keys, sizes.query_key),
+        _descriptor(value, kv.order, keys, sizes.value),
         *(bridge.TensorDescriptor.of(x.reshape(-1, x.shape[-1]), (1, tile_queries)) for x in scalars),
         *prepared.list_arrays,
     ]
@@ -224,24 +229,25 @@ def dqkv(
     arrays += [jnp.zeros((1,), jnp.float32) if x is None else x for x in initial]
     results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, dkv_dtype, dkv_dtype), strict=True)]
     outputs = [
-        _descriptor(group_pass, results[0], q.order, tile_queries, 2),
+        _descriptor(results[0], q.order, tile_queries, sizes.query_key // 2),
         *(
-            _descriptor(group_pass, x, dkv_order, settings.GROUP_ROWS, 1 + bool(prepared.split_heads))
-            for x in results[1:]
+            _descriptor(x, dkv_order, settings.GROUP_ROWS, columns // (1 + bool(prepared.split_heads)))
+            for x, columns in zip(results[1:], sizes, strict=False)
         ),
     ]
     constants = {
         "DKV": views.rows_view(dkv_order, kv.tile),
         "F": BackwardConstants(
-            tile_queries, prepared.stages, prepared.split_heads > 0 or in_place, max(1, prepared.split_heads)
+            tile_queries, keys, prepared.stages, prepared.split_heads > 0 or in_place, max(1, prepared.split_heads)
         ),
     }
-    dq, *dkv = _launch(group_pass, hopper_backward_kernel, prepared, arrays, outputs, constants, aliases)
-    keys = PassResults(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
+    kernel = hopper_wide_backward_kernel if settings.is_wide(sizes) else hopper_backward_kernel
+    dq, *dkv = _launch(group_pass, kernel, prepared, arrays, outputs, constants, aliases)
+    dkv = PassResults(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
     if earlier_kv is not None and not in_place:
-        sums = (a.astype(jnp.float32) + b for a, b in zip(keys.by_token(), earlier_kv.by_token(), strict=True))
-        keys = PassResults(RowOrder(key.shape[1]), tuple(sums))
-    return PassResults(RowOrder(query.shape[1]), (dq,)), keys
+        sums = (a.astype(jnp.float32) + b for a, b in zip(dkv.by_token(), earlier_kv.by_token(), strict=True))
+        dkv = PassResults(RowOrder(key.shape[1]), tuple(sums))
+    return PassResults(RowOrder(query.shape[1]), (dq,)), dkv
 
 
 # --- blocks and tiles ------------------------------------------------------------------------------------------------
@@ -270,16 +276,16 @@ def _subblocks_per_block(group_pass: GroupPass, direction: str) -> int:
     return next(n for n in range(tiles, 0, -1) if n == 1 or (n <= most and tiles % n == 0))
 
 
-def _padded_head_size(group_pass: GroupPass) -> int | None:
-    """Returns the padded head size of q, k and v; None if one is too large."""
-    return settings.padded_head_size(max(group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1]))
+def _head_sizes(group_pass: GroupPass) -> settings.PaddedSizes:
+    """Returns the padded head sizes of a supported pass."""
+    sizes = settings.padded_head_sizes(group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1])
+    assert sizes is not None
+    return sizes
 
 
 def _tile_queries(group_pass: GroupPass, direction: str) -> int:
     """Returns the queries of a tile: those of a group of warps forward, and of a step backward."""
-    size = _padded_head_size(group_pass)
-    assert size is not None
-    tile_queries = settings.STEP_QUERIES[size]
+    tile_queries = settings.STEP_QUERIES[_head_sizes(group_pass).query_key]
     # Logits that are not only scaled products (soft caps, negative scales) take registers: hundreds would be spilled.
     only_scaled = softmax_scale_log2(group_pass.call.scale, group_pass.call.soft_cap or 0.0) != 1.0
     use_step_queries = (
@@ -290,27 +296,24 @@ def _tile_queries(group_pass: GroupPass, direction: str) -> int:
 
 def _box_view(group_pass: GroupPass, order: RowOrder, rows: int) -> Any:
     """Returns `views.box_view` if a descriptor has enough axes; with three, heads and sizes share one axis."""
-    view, sizes = (
-        views.box_view(order, rows),
-        (group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1]),
-    )
-    return view if view is None or len(view[0]) < 3 or sizes == (_padded_head_size(group_pass),) * 2 else None
+    view, operands = views.box_view(order, rows), group_pass.operands
+    if view is None or len(view[0]) < 3:
+        return view
+    return view if (operands.query.shape[-1], operands.value.shape[-1]) == _head_sizes(group_pass)[:2] else None
 
 
-def _descriptor(
-    group_pass: GroupPass, array: Any, order: RowOrder, rows: int, width_divisor: int = 1
-) -> bridge.TensorDescriptor:
+def _descriptor(array: Any, order: RowOrder, rows: int, columns: int) -> bridge.TensorDescriptor:
     """Returns the descriptor of an array [B, length, heads, size] for boxes of ``rows`` rows of a head.
 
-    A box has the padded head size of columns, divided by ``width_divisor``.
+    A box has ``columns``: the padded head size, or a part of it.
     """
-    view, padded = views.box_view(order, rows), _padded_head_size(group_pass)
-    assert view is not None and padded is not None
+    view = views.box_view(order, rows)
+    assert view is not None
     (lengths, box), (batch, length, heads, size) = view, array.shape
-    vector, width = heads * size, padded // width_divisor
-    shape, last, box = (heads, size), (size, 1), (*box, 1, width)
+    vector = heads * size
+    shape, last, box = (heads, size), (size, 1), (*box, 1, columns)
     if len(lengths) == 3:
-        shape, last, box = (vector,), (1,), (*box[:3], width)
+        shape, last, box = (vector,), (1,), (*box[:3], columns)
     strides = (math.prod(lengths[i + 1 :]) * vector for i in range(len(lengths)))
     return bridge.TensorDescriptor(array, (batch, *lengths, *shape), (length * vector, *strides, *last), (1, *box))
 
@@ -348,8 +351,7 @@ def _is_skewed(group_pass: GroupPass) -> bool:
 
 
 def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
-    multiprocessors, size = hardware.local_gpu().multiprocessors, _padded_head_size(group_pass)
-    assert size is not None
+    multiprocessors, sizes = hardware.local_gpu().multiprocessors, _head_sizes(group_pass)
     transposed, batch = direction == "backward", group_pass.operands.query.shape[0]
     q, kv, pass_lists, steps, steps_before = _lists(group_pass, direction)
     lists = pass_lists.block_lists
@@ -380,21 +382,29 @@ def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     row_views = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
     tile_queries = _tile_queries(group_pass, direction)
     stages = settings.num_stages(
-        "backward" if transposed else "forward", size, settings.tile_keys(kv.tile), tile_queries
+        "backward" if transposed else "forward", sizes, settings.tile_keys(kv.tile, sizes.query_key), tile_queries
     )
-    constants = {"A": array_shapes(group_pass, size), **row_views, "L": list_shapes}
+    constants = {"A": array_shapes(group_pass, sizes), **row_views, "L": list_shapes}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
+    programs = schedule.shape[-1] * (_programs_per_tile(kv, sizes) if transposed else 1)
     return _PreparedLaunch(
-        q, kv, tile_queries, stages, constants, [jnp.asarray(x) for x in list_arrays], schedule.shape[-1], split_heads
+        q, kv, tile_queries, stages, constants, [jnp.asarray(x) for x in list_arrays], programs, split_heads
     )
 
 
-def array_shapes(group_pass: GroupPass, size: int) -> HopperArrayShapes:
-    """Returns the constant A of the kernels; ``size`` is the padded head size."""
+def _programs_per_tile(kv: RowTiling, sizes: settings.PaddedSizes) -> int:
+    """Returns the programs of the backward kernel that compute a work tile: each has some of its keys."""
+    return kv.tile // settings.tile_keys(kv.tile, sizes.query_key)
+
+
+def array_shapes(group_pass: GroupPass, sizes: settings.PaddedSizes) -> HopperArrayShapes:
+    """Returns the constant A of the kernels."""
     return HopperArrayShapes(
         HEADS=group_pass.operands.query.shape[2],
         KV_HEADS=group_pass.operands.key.shape[2],
-        D=size,
+        D=sizes.query_key,
+        DV=sizes.value,
+        DEPTH=sizes.depth,
         SCALE=group_pass.call.scale,
         CAP=group_pass.call.soft_cap or 0.0,
         FIRST_HEAD=group_pass.first,
@@ -408,15 +418,14 @@ def _order_backward_tiles(
     group_pass: GroupPass, kv: RowTiling, lists: BlockLists, steps: Any, steps_before: Any
 ) -> tuple[Any, Any]:
     """Returns the order of the backward work tiles, and their splits, None if there are none."""
-    batch, programs = group_pass.operands.query.shape[0], hardware.local_gpu().multiprocessors
+    batch, sizes = group_pass.operands.query.shape[0], _head_sizes(group_pass)
+    programs = hardware.local_gpu().multiprocessors // _programs_per_tile(kv, sizes)
     if not isinstance(steps, np.ndarray):
         return order_work_tiles(steps, batch, programs, False), None
     if len(steps) == 1:
         heads, members = group_pass.heads_by_list(transposed=True, pack=1)
         key_heads, list_of_head = members.argmax(0), heads // lists.heads_per_list % lists.spans.shape[1]
-        size = _padded_head_size(group_pass)
-        assert size is not None
-        row_bytes = size * 8  # q, dout, and dq in float32
+        row_bytes = sizes.query_key * 6 + sizes.value * 2  # q, dout, and dq in float32
         order, splits = split_by_query_ranges(
             lists, list_of_head, key_heads, batch, programs, _block_shape(group_pass, "backward")[0], row_bytes
         )

@@ -101,6 +101,12 @@ def prevent_hoisting(x):
 
 
 @gluon.jit
+def prevent_sinking(x):
+    """Returns float32 x behind a barrier to the compiler, which else computes x later, and spills all that x needs."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def exp2(x):
     """Computes 2 ** x to about two roundings; subnormal results are 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)

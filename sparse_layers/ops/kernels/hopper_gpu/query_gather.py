@@ -30,8 +30,8 @@ LIST_BYTES = 40
 def unsupported(call: Call, operands: Operands, block: int) -> str | None:
     """Returns why this kernel cannot compute the gradients of a call, or None; ``block`` is the keys of a work tile."""
     sizes = operands.query.shape[-1], operands.value.shape[-1]
-    if sizes not in [(size, size) for size in settings.HEAD_SIZES]:
-        supported = " or ".join(map(str, settings.HEAD_SIZES))
+    if sizes not in [(size, size) for size in settings.GATHER_HEAD_SIZES]:
+        supported = " or ".join(map(str, settings.GATHER_HEAD_SIZES))
         return f"the Hopper kernel that gathers queries takes heads of {supported}, got {size_text(*sizes)}"
     if block not in settings.STEP_KEYS:
         assert operands.selection is not None
@@ -74,9 +74,10 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
         results[0],
         *(bridge.TensorDescriptor.of(x, (1, settings.GROUP_ROWS, 1, size // 2)) for x in results[1:]),
     ]
-    (batches, kinds), stages = lists.spans.shape[:2], settings.num_stages("query_gather", size, block)
+    sizes = settings.PaddedSizes(size, size, size)
+    (batches, kinds), stages = lists.spans.shape[:2], settings.num_stages("query_gather", sizes, block)
     constants = {
-        "A": array_shapes(rows, size),
+        "A": array_shapes(rows, sizes),
         "KV": views.rows_view(kv.order, block),
         "L": ListShapes(batches, kinds, lists.heads_per_list, kv.num_blocks, len(work_tiles), 0),
         "F": QueryGatherConstants(settings.GROUP_ROWS, stages, batch, length, rows.per_query),

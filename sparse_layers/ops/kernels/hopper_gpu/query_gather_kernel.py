@@ -52,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_kernel import compute_ds, recompute_p, select_columns
+from .backward_kernel import compute_ds, recompute_p
 from .primitives import (
     add_rows,
     add_tile,
@@ -77,6 +77,7 @@ from .tiles import (
     expect_tile,
     load_span,
     scale_log2,
+    select_columns,
     tile_coordinates,
     to_logits,
 )

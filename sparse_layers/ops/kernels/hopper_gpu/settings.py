@@ -1,5 +1,7 @@
 """Sizes of tiles, rings and register budgets of the Hopper kernels, within limits that tests hold."""
 
+from typing import NamedTuple
+
 # Bytes of shared memory of one program, on a multiprocessor of compute capability 9.0.
 SHARED_MEMORY = 232448
 # Rows of the tile that a program holds, and of each group of four warps. At head size 64 the forward kernel could hold
@@ -8,18 +10,24 @@ SHARED_MEMORY = 232448
 TILE_ROWS, GROUP_ROWS = 128, 64
 # Queries of a step of the backward kernel by head size: 128 where registers hold as many scores. On an H200, causal
 # attention, windows, fixed and documents with heads of 64 take 2 to 3 % less for it, forward and backward together.
-STEP_QUERIES = {64: 128, 128: 64}
+STEP_QUERIES = {64: 128, 128: 64, 256: 64}
 # Keys of a step of the forward kernel. A block of the lists is one step, or a multiple of TILE_ROWS.
 STEP_KEYS = (64, 128)
+# Keys of a tile of heads of 256: registers hold the scores of no more beside the accumulators of out, or of dk and dv.
+WIDE_TILE_KEYS = 64
 # Bytes of the lists of tiles that the device makes where blocks of several tiles are split: of one batch entry and
 # head, 24 for each tile. That is as much as k and v of 100,000 tokens, 8 heads of 128, in bfloat16.
 MAX_LIST_BYTES = 400 << 20
-# Head sizes are rounded up to one of these.
-HEAD_SIZES = (64, 128)
+# Head sizes are rounded up to one of these. The query gather kernel has no more.
+HEAD_SIZES = (64, 128, 256)
+GATHER_HEAD_SIZES = HEAD_SIZES[:2]
 # More stages hide no more latency: four at head size 64 and two at 128 keep the tensor cores busy.
 MAX_STAGES = 4
-# Stages of q in the forward kernel. The second one gains more than a third stage of k and v (2 % of random blocks).
-Q_STAGES = 2
+# Stages of q in the forward kernel by head size. The second one gains more than a third stage of k and v (2 % of random
+# blocks). Shared memory has no second one of heads of 256.
+Q_STAGES = {64: 2, 128: 2, 256: 1}
+# Columns of out that leave through shared memory at a time, at most.
+OUT_COLUMNS = 128
 # Registers of a thread in a consumer, nearly the most that a thread can have, and in the producer, which Triton gives
 # four warps. A multiprocessor has 65536: 128 times 240 + 240 + 24.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -27,40 +35,63 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 GATHER_REGISTERS = 232, 40
 
 
-def tile_keys(block: int) -> int:
-    """Keys of a tile; a block of the lists has one or more tiles."""
-    return min(block, TILE_ROWS)
+class PaddedSizes(NamedTuple):
+    """Head sizes, rounded up."""
+
+    query_key: int
+    value: int  # as that of q and k, or 128 where that is 256
+    depth: int  # columns of q and k that products read
 
 
-def padded_head_size(size: int) -> int | None:
-    """Rounds a head size up to a supported one; None if it is too large."""
-    return next((supported for supported in HEAD_SIZES if size <= supported), None)
+def is_wide(sizes: PaddedSizes) -> bool:
+    """True if the head size of q and k is above 128: such heads have tiles of fewer keys and a backward kernel."""
+    return sizes.query_key > OUT_COLUMNS
 
 
-def shared_memory_bytes(kernel: str, stages: int, size: int, block: int, queries: int = GROUP_ROWS) -> int:
+def tile_keys(block: int, size: int) -> int:
+    """Keys of a tile; a block of the lists has one or more tiles. ``size`` is the head size of q and k, rounded up."""
+    return min(block, WIDE_TILE_KEYS if size > OUT_COLUMNS else TILE_ROWS)
+
+
+def padded_head_sizes(query_key: int, value: int) -> PaddedSizes | None:
+    """Rounds head sizes up to supported ones; None if one is too large."""
+    size = next((supported for supported in HEAD_SIZES if max(query_key, value) <= supported), None)
+    if size is None:
+        return None
+    if size <= OUT_COLUMNS:
+        return PaddedSizes(size, size, size)
+    return PaddedSizes(size, OUT_COLUMNS if value <= OUT_COLUMNS else size, 192 if query_key <= 192 else size)
+
+
+def shared_memory_bytes(kernel: str, stages: int, sizes: PaddedSizes, block: int, queries: int = GROUP_ROWS) -> int:
     """Bytes of shared memory without barriers, which take fewer than 1024.
 
     Args:
       kernel: "forward", "backward" or "query_gather".
       stages: stages of k and v in the forward kernel, of q and dout in the others.
-      size: head size, rounded up.
+      sizes: head sizes.
       block: keys of a tile.
       queries: queries of a step in the kernels other than "forward".
     """
+    size, both = sizes.query_key, sizes.query_key + sizes.value
     if kernel == "forward":
-        return 2 * (TILE_ROWS * size + Q_STAGES * TILE_ROWS * size + 2 * stages * block * size)
-    kv, q_dout = 2 * block * size, 2 * stages * queries * size
+        q_out = TILE_ROWS * (Q_STAGES[size] * size + min(sizes.value, OUT_COLUMNS))
+        return 2 * (q_out + stages * block * both)
+    kv, q_dout = block * both, stages * queries * both
     if kernel == "query_gather":
         return 2 * (kv + q_dout + 2 * TILE_ROWS * queries) + stages * queries * (8 + block // 8)
+    if size > OUT_COLUMNS:  # p in float32 and ds; dq takes the place of tiles of q and dout, if these are large enough
+        dq = 4 * queries * size // 2 * (sizes.value < size)
+        return 2 * (kv + q_dout) + 6 * block * queries + dq + 8 * stages * queries
     ds = 2 * block * queries
     return 2 * (kv + q_dout + ds) + 4 * (queries * size + 2 * stages * queries)
 
 
-def num_stages(kernel: str, size: int, block: int, queries: int = GROUP_ROWS) -> int:
+def num_stages(kernel: str, sizes: PaddedSizes, block: int, queries: int = GROUP_ROWS) -> int:
     """Number of stages that fit in shared memory; see `shared_memory_bytes` for the arguments."""
     for stages in range(MAX_STAGES, 1, -1):
         if kernel == "query_gather" and block == GROUP_ROWS and stages % 2:
             continue  # two groups alternate, and each has half of the stages
-        if shared_memory_bytes(kernel, stages, size, block, queries) + 1024 <= SHARED_MEMORY:
+        if shared_memory_bytes(kernel, stages, sizes, block, queries) + 1024 <= SHARED_MEMORY:
             return stages
-    raise AssertionError(f"{kernel} fits with no number of stages at head size {size}")
+    raise AssertionError(f"{kernel} fits with no number of stages at head sizes {sizes}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from ..gpu.tiles import TokenIds
 from .primitives import exp2, load_tile, mask_by_bits
@@ -24,7 +24,9 @@ class HopperArrayShapes(NamedTuple):
 
     HEADS: int
     KV_HEADS: int
-    D: int  # head size, rounded up to 64 or 128
+    D: int  # head size of q and k, rounded up to 64, 128 or 256
+    DV: int  # that of v
+    DEPTH: int  # columns of q and k that products read: D, or 192 of 256
     SCALE: float
     CAP: float  # soft cap of the logits, 0 for none
     FIRST_HEAD: int  # the pass is for query heads FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
@@ -105,6 +107,7 @@ class Buffers(NamedTuple):
     delta: Any = None
     mask_words: Any = None
     out: Any = None  # by group; the tile of the earlier pass first, then the result
+    p: Any = None  # without an axis before
     ds: Any = None  # by step modulo 2, or by group
     dq: Any = None  # by group
 
@@ -196,6 +199,29 @@ def allocate_buffers(desc, COUNT: gl.constexpr):
 def as_matrix(buffer, ROWS: gl.constexpr, SIZE: gl.constexpr):
     """Reshapes a tile in shared memory to [ROWS, SIZE]."""
     return buffer.reshape([ROWS, SIZE])
+
+
+@gluon.jit
+def select_columns(x, INDEX: gl.constexpr, WIDTH: gl.constexpr):
+    """Selects WIDTH columns of a tile in registers [64, WIDTH] or [64, 2 * WIDTH]: all, or half INDEX."""
+    if x.shape[1] == WIDTH:
+        return x
+    else:
+        halves = gl.split(gl.permute(gl.reshape(x, [GROUP_ROWS, 2, WIDTH]), (0, 2, 1)))
+        return halves[INDEX]
+
+
+@gluon.jit
+def multiply_transposed(left, right, acc, USE_ACC: gl.constexpr, DEPTH: gl.constexpr):
+    """Starts left @ right^T, added to acc with USE_ACC: of tiles in shared memory, the first DEPTH columns."""
+    if DEPTH == left.shape[1]:
+        return warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=USE_ACC, is_async=True)
+    else:  # three quarters of the columns: half of them, and a quarter
+        HALF: gl.constexpr = left.shape[1] // 2
+        acc = warpgroup_mma(left.slice(0, HALF, 1), right.slice(0, HALF, 1).permute((1, 0)), acc, use_acc=USE_ACC,
+                            is_async=True)  # fmt: skip
+        return warpgroup_mma(left.slice(HALF, HALF // 2, 1), right.slice(HALF, HALF // 2, 1).permute((1, 0)), acc,
+                             is_async=True)  # fmt: skip
 
 
 @gluon.jit
