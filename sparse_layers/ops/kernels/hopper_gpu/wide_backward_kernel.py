@@ -221,12 +221,13 @@ def _key_steps(first, end, pipeline_step, dk, descs, buffers, ready, free, lists
 def _value_consumer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
                     DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes dv, and the first half of the columns of dq."""
+    DV: gl.constexpr = A.DV
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.M, 16])
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.DV, 16])
     work_tile = load_work_tile(schedule, A, KV, L, F)
     batch, row = work_tile.batch, work_tile.row
-    kv_ids = load_ids(lists.kv_ids, batch, row + gl.arange(0, F.N, layout=gl.SliceLayout(1, S_LAYOUT)), KV, A)
-    dv = gl.zeros([F.N, A.DV], gl.float32, DV_LAYOUT)
+    kv_ids = load_ids(lists.kv_ids, batch, row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT)), KV, A)
+    dv = gl.zeros([GROUP_ROWS, DV], gl.float32, DV_LAYOUT)  # [64, DV]
     pipeline_step = 0
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
@@ -247,10 +248,11 @@ def _value_consumer(descs, buffers, ready, free, schedule, lists, A: gl.constexp
 def _key_consumer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
                   DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes dk, and the second half of the columns of dq."""
+    D: gl.constexpr = A.D
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.M, 16])
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
     work_tile = load_work_tile(schedule, A, KV, L, F)
-    dk = gl.zeros([F.N, A.D], gl.float32, DK_LAYOUT)
+    dk = gl.zeros([GROUP_ROWS, D], gl.float32, DK_LAYOUT)  # [64, D]
     pipeline_step = 0
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
