@@ -63,6 +63,7 @@ class Case:
     name: str
     mask: Any
     size: int = 128
+    value_size: int | None = None  # of v; None for that of q and k
     heads: tuple[int, int] = (4, 4)
     dtype: str = "bfloat16"
     spills: int = 0
@@ -102,6 +103,14 @@ CASES = [
     Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
     Case("long-blocks", sl.Causal(), heads=(4, 2), options=LONG),
     Case("long-blocks-64", sl.Causal(), 64, options=LONG),
+    # Spills of wide heads are outside of loops, or of masks that evaluate ids.
+    Case("causal-256", sl.Causal(), 256, heads=(4, 2), spills=20),
+    Case("segments-256", sl.Causal(), 256, heads=(4, 2), segments=True, spills=80),
+    Case("order-256", sl.Full(), 256, order_ids=True, spills=120),
+    Case("chain-sinks-256", STRIDED, 256, heads=(4, 2), spills=60, options={"sinks": True}),
+    Case("pieces-256", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), 256, heads=(8, 1), spills=64),
+    Case("soft-cap-256", sl.preset("sliding_window", window=512), 256, spills=20, options={"logits_soft_cap": 30.0}),
+    Case("latent", sl.Causal(), 192, 128),  # the heads of DeepSeek's latent attention
     Case("chosen-128", sl.Causal(), heads=(4, 2), chosen=128, spills=16 * OLD),
     Case("chosen-64", sl.Causal(), heads=(4, 2), chosen=64, dtype="float16", spills=16 if OLD else 4),
     Case("chosen-128-64", sl.Causal(), 64, heads=(4, 2), chosen=128),
@@ -152,7 +161,8 @@ def exported(case, devices):
 
     whole = bridge.compiled
     mesh = AbstractMesh((devices,), ("batch",), (AxisType.Explicit,), abstract_device=GPU)
-    shapes = [((2 * devices, T, heads, case.size), case.dtype) for heads in (n, k, k)] + [((2 * devices, T), "int32")]
+    sizes = (n, case.size), (k, case.size), (k, case.value_size or case.size)
+    shapes = [((2 * devices, T, *heads), case.dtype) for heads in sizes] + [((2 * devices, T), "int32")]
     arrays = [jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, P("batch"))) for x in shapes]
     with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
         patch.setattr(jaxlib, "gpu_triton", recorded, raising=False)
@@ -170,23 +180,28 @@ def exported(case, devices):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_without_spills_or_hazards(case):
     _, _, kernels = exported(case, 1)
-    assert kernels.keys() == (
-        {"query_gather_kernel"} if case.chosen else {"hopper_forward_kernel", "hopper_backward_kernel"}
-    )
+    sizes = settings.padded_head_sizes(case.size, case.value_size or case.size)
+    backward = "hopper_wide_backward_kernel" if settings.is_wide(sizes) else "hopper_backward_kernel"
+    assert kernels.keys() == ({"query_gather_kernel"} if case.chosen else {"hopper_forward_kernel", backward})
     for name, made in kernels.items():
         for kernel in made:
             found = resources(kernel.ptx)
             assert max(found.spill_stores, found.spill_loads) <= case.spills, name
             assert not found.warnings and not hazards(found.sass)
-            part = name.removeprefix("hopper_").removesuffix("_kernel")
+            part = name.removeprefix("hopper_").removeprefix("wide_").removesuffix("_kernel")
             larger = part == "backward" and not case.options.get("scale")
-            of = case.size, case.chosen or 128, settings.STEP_QUERIES[case.size] if larger else settings.GROUP_ROWS
+            queries = settings.STEP_QUERIES[sizes.query_key] if larger else settings.GROUP_ROWS
+            of = sizes, settings.tile_keys(case.chosen or 128, sizes.query_key), queries
             least = settings.shared_memory_bytes(part, settings.num_stages(part, *of), *of)
             assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
             assert kernel.num_warps == 12
-            # Scores and the product before are in flight together, in all loops, of both groups.
-            second = "8 rs" if part == "forward" else f"{case.size // 16} ss"
-            assert {loop[:3] for loop in overlap(found.sass)} == {(f"{case.size // 16} ss", second, "wait 1")}
+            if name == "hopper_wide_backward_kernel":  # dv or dk, and half of dq
+                assert {loop[-3:] for loop in overlap(found.sass)} == {("4 rs", "4 ss", "wait 0")}
+            else:  # Scores and the product before are in flight together, in all loops, of both groups.
+                scores = ("8 ss", "4 ss") if sizes.depth == 192 else (f"{case.size // 16} ss",)
+                second = f"{of[1] // 16} rs" if part == "forward" else f"{case.size // 16} ss"
+                loops = {loop[: len(scores) + 2] for loop in overlap(found.sass)}
+                assert loops == {(*scores, second, "wait 1")}
             if case.chosen:  # 128 threads copy q and dout, 16 bytes each at a time, and all add four numbers to dq
                 assert found.sass.count("LDGSTS.E.BYPASS.128 ") >= 2 * settings.GROUP_ROWS * case.size * 2 // (128 * 16)
                 assert {*re.findall(r"REDG\.E\.(\w+\.\w+)", found.sass)} == {"ADD.F32x4"}

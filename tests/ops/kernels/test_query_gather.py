@@ -324,11 +324,12 @@ def test_what_it_does_not_is_done_by_others(launched, options: dict[str, Any], k
 @pytest.mark.parametrize("size", settings.GATHER_HEAD_SIZES)
 @pytest.mark.parametrize("block", settings.STEP_KEYS)
 def test_settings_fit(size, block):
-    stages = settings.num_stages("query_gather", size, block)
+    sizes = settings.PaddedSizes(size, size, size)
+    stages = settings.num_stages("query_gather", sizes, block)
     step = 2 if block == settings.GROUP_ROWS else 1  # each of two groups has its own
     assert 2 <= stages <= settings.MAX_STAGES and stages % step == 0
-    assert settings.shared_memory_bytes("query_gather", stages, size, block) + 1024 <= settings.SHARED_MEMORY
-    fits = settings.shared_memory_bytes("query_gather", stages + step, size, block) + 1024 <= settings.SHARED_MEMORY
+    assert settings.shared_memory_bytes("query_gather", stages, sizes, block) + 1024 <= settings.SHARED_MEMORY
+    fits = settings.shared_memory_bytes("query_gather", stages + step, sizes, block) + 1024 <= settings.SHARED_MEMORY
     assert stages + step > settings.MAX_STAGES or not fits
     computing, fetching = settings.GATHER_REGISTERS
     assert 128 * (2 * computing + fetching) <= 65536 and computing % 8 == fetching % 8 == 0

@@ -89,9 +89,8 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         if any(reasons):
             return next(filter(None, reasons))
     operands, sizes = group_pass.operands, (group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1])
-    if settings.padded_head_sizes(*sizes) is None or any(size % 8 for size in sizes):
-        largest = settings.HEAD_SIZES[-1]
-        return f"the Hopper kernels take head sizes that are multiples of 8 up to {largest}, got {size_text(*sizes)}"
+    if any(size % 8 for size in sizes):
+        return f"the Hopper kernels take head sizes that are multiples of 8, got {settings.size_text(*sizes)}"
     params = group_pass.call.params[direction != "forward"]
     if params.has_kernel_settings:
         return f"the Hopper kernels have no setting but q_blocksize and kv_blocksize, got {params}"
@@ -123,11 +122,6 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
             "kernel splits no lists"
         )
     return None
-
-
-def size_text(query_key: int, value: int) -> str:
-    """Returns head sizes in the words of an error."""
-    return str(query_key) if query_key == value else f"{query_key} of q and k, {value} of v"
 
 
 def can_fuse(group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
@@ -278,9 +272,7 @@ def _subblocks_per_block(group_pass: GroupPass, direction: str) -> int:
 
 def _head_sizes(group_pass: GroupPass) -> settings.PaddedSizes:
     """Returns the padded head sizes of a supported pass."""
-    sizes = settings.padded_head_sizes(group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1])
-    assert sizes is not None
-    return sizes
+    return settings.padded_head_sizes(group_pass.operands.query.shape[-1], group_pass.operands.value.shape[-1])
 
 
 def _tile_queries(group_pass: GroupPass, direction: str) -> int:

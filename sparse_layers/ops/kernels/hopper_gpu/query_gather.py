@@ -16,7 +16,7 @@ from ..gpu.passes import BackwardInputs, SelectedRows, varying_like
 from ..gpu.splits import split_work_tiles
 from ..operands import Operands
 from . import settings, views
-from .launch import array_shapes, scaled_neg_lse, size_text
+from .launch import array_shapes, scaled_neg_lse
 from .query_gather_kernel import QueryGatherConstants, query_gather_kernel
 from .tiles import ListShapes
 
@@ -32,7 +32,7 @@ def unsupported(call: Call, operands: Operands, block: int) -> str | None:
     sizes = operands.query.shape[-1], operands.value.shape[-1]
     if sizes not in [(size, size) for size in settings.GATHER_HEAD_SIZES]:
         supported = " or ".join(map(str, settings.GATHER_HEAD_SIZES))
-        return f"the Hopper kernel that gathers queries takes heads of {supported}, got {size_text(*sizes)}"
+        return f"the Hopper kernel that gathers queries takes heads of {supported}, got {settings.size_text(*sizes)}"
     if block not in settings.STEP_KEYS:
         assert operands.selection is not None
         got = operands.selection.block

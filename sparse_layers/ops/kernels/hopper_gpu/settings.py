@@ -43,6 +43,11 @@ class PaddedSizes(NamedTuple):
     depth: int  # columns of q and k that products read
 
 
+def size_text(query_key: int, value: int) -> str:
+    """Returns head sizes in the words of an error."""
+    return str(query_key) if query_key == value else f"{query_key} of q and k, {value} of v"
+
+
 def is_wide(sizes: PaddedSizes) -> bool:
     """True if the head size of q and k is above 128: such heads have tiles of fewer keys and a backward kernel."""
     return sizes.query_key > OUT_COLUMNS
@@ -53,11 +58,9 @@ def tile_keys(block: int, size: int) -> int:
     return min(block, WIDE_TILE_KEYS if size > OUT_COLUMNS else TILE_ROWS)
 
 
-def padded_head_sizes(query_key: int, value: int) -> PaddedSizes | None:
-    """Rounds head sizes up to supported ones; None if one is too large."""
-    size = next((supported for supported in HEAD_SIZES if max(query_key, value) <= supported), None)
-    if size is None:
-        return None
+def padded_head_sizes(query_key: int, value: int) -> PaddedSizes:
+    """Rounds head sizes up to supported ones; plain Triton has no larger ones, either."""
+    size = next(supported for supported in HEAD_SIZES if max(query_key, value) <= supported)
     if size <= OUT_COLUMNS:
         return PaddedSizes(size, size, size)
     return PaddedSizes(size, OUT_COLUMNS if value <= OUT_COLUMNS else size, 192 if query_key <= 192 else size)

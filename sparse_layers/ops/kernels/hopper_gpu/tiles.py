@@ -214,7 +214,7 @@ def select_columns(x, INDEX: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def multiply_transposed(left, right, acc, USE_ACC: gl.constexpr, DEPTH: gl.constexpr):
     """Starts left @ right^T, added to acc with USE_ACC: of tiles in shared memory, the first DEPTH columns."""
-    if DEPTH == left.shape[1]:
+    if left.shape[1] == DEPTH:
         return warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=USE_ACC, is_async=True)
     else:  # three quarters of the columns: half of them, and a quarter
         HALF: gl.constexpr = left.shape[1] // 2

@@ -5,9 +5,9 @@ Work tiles, lists, the producer and the arithmetic are those of `backward_kernel
 **A program has 64 keys.** Registers hold dk and dv [64, 256] of no more. A block of the lists has 128 keys, so two
 programs follow each list.
 
-**One group has dv, the other one dk.** `_value_consumer` computes scores = k q^T, p = exp(scores - lse) and dv += p dout.
-`_key_consumer` computes dp = v dout^T, ds = p * (dp - delta) and dk += ds q. So each product of 64 keys is computed once,
-and p and ds go from registers, as they are, into the products of dv and dk.
+**One group has dv, the other one dk.** `_value_consumer` computes scores = k q^T, p = exp(scores - lse) and
+dv += p dout. `_key_consumer` computes dp = v dout^T, ds = p * (dp - delta) and dk += ds q. So each product of 64 keys
+is computed once. p and ds go from registers, as they are, into the products of dv and dk.
 
 **p goes from the one to the other.** It is in float32, in the order of registers, times the derivative of a soft cap.
 ds comes back, rounded, for dq.
