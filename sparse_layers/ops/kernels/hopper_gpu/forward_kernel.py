@@ -353,6 +353,41 @@ def _add_earlier_out(acc, tile, weight, IS_HALF: gl.constexpr):
 
 
 @gluon.jit
+def _add_earlier_outs(GROUP: gl.constexpr, acc, m_i, initial_m_i, descs, buffers, ready, free, phase, A: gl.constexpr,
+                      F: gl.constexpr):  # fmt: skip
+    """Adds the out of an earlier pass, if there is one: returns (acc,), or its halves if out is stored by halves."""
+    WIDTH: gl.constexpr = descs.out.block_shape[-1]
+    accs = (acc,)
+    if WIDTH < A.DV:
+        accs = select_columns(acc, 0, WIDTH), select_columns(acc, 1, WIDTH)
+    if F.HAS_EARLIER:
+        mbarrier.wait(ready.earlier_out.index(GROUP), phase)
+        weight = exp2(initial_m_i - gl.where(m_i == float("-inf"), 0.0, m_i))
+        first_acc = _add_earlier_out(accs[0], buffers.out.index(GROUP), weight, WIDTH < A.DV)
+        if WIDTH == A.DV:
+            accs = (first_acc,)
+        else:
+            mbarrier.wait(ready.earlier_out.index(2 + GROUP), phase)
+            accs = first_acc, _add_earlier_out(accs[1], _second_half_tile(GROUP, descs, buffers), weight, True)
+            mbarrier.arrive(free.q.index(GROUP), count=1)
+    return accs
+
+
+@gluon.jit
+def _store_out(GROUP: gl.constexpr, accs, factors, descs, out_tile, batch, pass_head, q_block, A: gl.constexpr,
+               Q: gl.constexpr):  # fmt: skip
+    """Stores accs, times a factor of each row: out, or its halves one after the other."""
+    WIDTH: gl.constexpr = descs.out.block_shape[-1]
+    for i in gl.static_range(A.DV // WIDTH):
+        out = _scale_rows(accs[i], factors)
+        tma.store_wait(0)
+        as_matrix(out_tile, GROUP_ROWS, WIDTH).store(out.to(descs.out.dtype))
+        fence_async_shared()
+        corner = tile_coordinates(batch, q_block * Q.BLOCK + GROUP * GROUP_ROWS, pass_head, i * WIDTH, Q, A.DV)
+        store_tile(descs.out, corner, out_tile)
+
+
+@gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, rows, A: gl.constexpr,
               Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes out and lse of 64 queries of each work tile: one of the consumer warpgroups, which free q, k and v."""
@@ -363,7 +398,6 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     DV: gl.constexpr = A.DV
-    WIDTH: gl.constexpr = descs.out.block_shape[-1]  # columns of out that are stored at a time: DV, or half of it
     dtype: gl.constexpr = descs.q.dtype
     row_in_tile = GROUP * GROUP_ROWS
     out_tile = buffers.out.index(GROUP)
@@ -427,20 +461,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             mbarrier.arrive(free.q.index(q_stage), count=1)
         elif end <= first:
             _reuse_q_tile(GROUP, descs, buffers, ready, free, batch, pass_head, q_block, A, Q, F)
-        parts = (acc,)  # of the columns of out, as they are stored
-        if WIDTH < DV:
-            parts = select_columns(acc, 0, WIDTH), select_columns(acc, 1, WIDTH)
-        if F.HAS_EARLIER:
-            mbarrier.wait(ready.earlier_out.index(GROUP), iteration & 1)
-            earlier_weight = exp2(initial_m_i - gl.where(m_i == float("-inf"), 0.0, m_i))
-            first_part = _add_earlier_out(parts[0], out_tile, earlier_weight, WIDTH < DV)
-            if WIDTH == DV:
-                parts = (first_part,)
-            else:
-                mbarrier.wait(ready.earlier_out.index(2 + GROUP), iteration & 1)
-                second_half_tile = _second_half_tile(GROUP, descs, buffers)
-                parts = first_part, _add_earlier_out(parts[1], second_half_tile, earlier_weight, True)
-                mbarrier.arrive(free.q.index(q_stage), count=1)
+        accs = _add_earlier_outs(GROUP, acc, m_i, initial_m_i, descs, buffers, ready, free, iteration & 1, A, F)
         iteration += 1
         # Fetched now, so that its loads overlap the stores of this work tile.
         next_work_tile = _next_work_tile(queue, iteration, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
@@ -448,13 +469,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         is_empty = l_i == 0
         l_i = gl.where(is_empty, 1.0, l_i)
         gl.store(rows.lse + lse_index, gl.where(is_empty, float("-inf"), (m_i + gl.log2(l_i)) * LN_2))
-        for i in gl.static_range(DV // WIDTH):
-            out = _scale_rows(parts[i], 1.0 / l_i).to(dtype)
-            tma.store_wait(0)
-            as_matrix(out_tile, GROUP_ROWS, WIDTH).store(out)
-            fence_async_shared()
-            corner = tile_coordinates(batch, q_block * Q.BLOCK + row_in_tile, pass_head, i * WIDTH, Q, DV)
-            store_tile(descs.out, corner, out_tile)
+        _store_out(GROUP, accs, 1.0 / l_i, descs, out_tile, batch, pass_head, q_block, A, Q)
         work_tile, span, mask_words, initial_m_i = next_work_tile
     tma.store_wait(0)
 

@@ -76,11 +76,11 @@ def shared_memory_bytes(kernel: str, stages: int, sizes: PaddedSizes, block: int
       block: keys of a tile.
       queries: queries of a step in the kernels other than "forward".
     """
-    size, both = sizes.query_key, sizes.query_key + sizes.value
+    size, row = sizes.query_key, sizes.query_key + sizes.value  # of q or k, and with dout or v
     if kernel == "forward":
         q_out = TILE_ROWS * (Q_STAGES[size] * size + min(sizes.value, OUT_COLUMNS))
-        return 2 * (q_out + stages * block * both)
-    kv, q_dout = block * both, stages * queries * both
+        return 2 * (q_out + stages * block * row)
+    kv, q_dout = block * row, stages * queries * row
     if kernel == "query_gather":
         return 2 * (kv + q_dout + 2 * TILE_ROWS * queries) + stages * queries * (8 + block // 8)
     if size > OUT_COLUMNS:  # p in float32 and ds; dq takes the place of tiles of q and dout, if these are large enough
