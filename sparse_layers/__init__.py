@@ -47,7 +47,9 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import IndexLoss as IndexLoss
     from .modules import LinearScaling as LinearScaling
     from .modules import Llama3Scaling as Llama3Scaling
+    from .modules import LoadBalancingLoss as LoadBalancingLoss
     from .modules import LongRopeScaling as LongRopeScaling
+    from .modules import MixtureOfExperts as MixtureOfExperts
     from .modules import NativeSparseAttention as NativeSparseAttention
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
@@ -105,7 +107,9 @@ _AT_FIRST_USE = {
         "IndexLoss",
         "LinearScaling",
         "Llama3Scaling",
+        "LoadBalancingLoss",
         "LongRopeScaling",
+        "MixtureOfExperts",
         "NativeSparseAttention",
         "Rope",
         "SparseCrossAttention",

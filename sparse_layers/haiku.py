@@ -13,11 +13,13 @@ except ImportError as error:
     raise ImportError("sparse_layers.haiku needs dm-haiku: pip install 'sparse-layers[haiku]'") from error
 
 from .arguments.checks import strict_kwargs
+from .arguments.foreign import one_line
 from .masks.algebra import Mask
 from .modules.activations import GATED_ACTIVATIONS
 from .modules.attention_fn import Pattern, ids_from_padding
 from .modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
 from .modules.core import AttentionCore
+from .modules.mixture import MixtureOfExperts
 from .modules.options import GatedOptions, PrefillOptions, StepOptions
 from .modules.rope import Rope, resolve_rope
 from .modules.settings import check_array, check_order, gate_features, with_checked_settings
@@ -289,6 +291,13 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         )
 
 
+def _refuse_experts(mlp: Any) -> None:
+    if isinstance(mlp, MixtureOfExperts):
+        raise NotImplementedError(
+            f"mlp must not be a mixture of experts in Haiku, got {one_line(mlp)}: use NNX or Linen, or make_mlp"
+        )
+
+
 class SparseTransformerBlock(hk.Module):
     """The residual block of `sparse_layers.SparseTransformerBlock`, for Haiku.
 
@@ -379,7 +388,8 @@ class SparseTransformerBlock(hk.Module):
         )
         self.mlp_norm = make_norm(name="mlp_norm") if pre else None
         self.mlp_out_norm = make_norm(name="mlp_out_norm") if post else None
-        self.mlp_in = self.mlp_gate = self.mlp_out = None
+        _refuse_experts(mlp)
+        self.mlp_in = self.mlp_gate = self.mlp_out = self.experts = None
         self.mlp_module = None if make_mlp is None else make_mlp()
         if make_mlp is None:
             hidden = mlp_features or 4 * features

@@ -11,12 +11,14 @@ from flax import linen as nn
 from ..arguments.checks import strict_kwargs
 from ..modules.activations import GATED_ACTIVATIONS
 from ..modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
+from ..modules.mixture import MixtureOfExperts, Mlp
 from ..modules.options import PrefillOptions, StepOptions
 from ..modules.settings import BLOCK_PROJECTIONS, PROJECTIONS, check_order, projections_with_bias
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
 from .attention import SparseSelfAttention
+from .experts import Experts
 from .native_sparse_attention import NativeSparseAttention
 from .settings import PatternSettings, SelfAttentionSettings
 
@@ -32,7 +34,8 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
     Args:
       num_heads: number of query heads.
       features: features F of the residual stream.
-      num_layers, mlp_features, mlp, norm, norm_epsilon: see `sparse_layers.SparseTransformerBlock`.
+      num_layers, mlp_features, mlp, norm, norm_epsilon: see `sparse_layers.SparseTransformerBlock`. A
+        `MixtureOfExperts` sows its loss as ``load_balancing_loss`` in the collection "losses".
       norm_placement, parallel, residual_scale, remat, use_bias, normalize_qk: see there.
       kernel_init, bias_init, out_kernel_init: see there.
       make_mlp: a function that makes another MLP, ``lambda: Experts(...)``, a Linen module that maps [..., F] to
@@ -78,7 +81,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
     features: int
     num_layers: int = dataclasses.field(default=1, kw_only=True)
     mlp_features: int | None = dataclasses.field(default=None, kw_only=True)
-    mlp: str | Callable[[jax.Array], jax.Array] = dataclasses.field(default="gelu", kw_only=True)
+    mlp: Mlp = dataclasses.field(default="gelu", kw_only=True)
     make_mlp: Callable[[], Callable[[jax.Array], jax.Array]] | None = dataclasses.field(default=None, kw_only=True)
     norm: str = dataclasses.field(default="layer", kw_only=True)
     norm_placement: str = dataclasses.field(default="pre", kw_only=True)
@@ -125,10 +128,14 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         self.attention_norm, self.attention_out_norm = norm() if pre else None, norm() if post else None
         self.attention = layer(self.num_heads, **settings)
         self.mlp_norm, self.mlp_out_norm = norm() if pre else None, norm() if post else None
-        self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = None
-        if self.make_mlp is None:
-            dense = functools.partial(nn.Dense, use_bias="mlp" in biases, bias_init=self.bias_init, **shared)
-            hidden = self.mlp_features or 4 * self.features
+        self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = self.experts = None
+        hidden = self.mlp_features or 4 * self.features
+        mlp_options: dict[str, Any] = {"use_bias": "mlp" in biases, "bias_init": self.bias_init, **shared}
+        if self.make_mlp is None and isinstance(self.mlp, MixtureOfExperts):
+            inits = {"kernel_init": self.kernel_init, "out_kernel_init": out_init}
+            self.experts = Experts(self.mlp, self.features, self.mlp.features or hidden, **inits, **mlp_options)
+        elif self.make_mlp is None:
+            dense = functools.partial(nn.Dense, **mlp_options)
             self.mlp_in = dense(hidden, kernel_init=self.kernel_init)
             if self.mlp in GATED_ACTIVATIONS:
                 self.mlp_gate = dense(hidden, kernel_init=self.kernel_init)

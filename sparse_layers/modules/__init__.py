@@ -6,8 +6,10 @@ from .attention_fn import make_attention_fn as make_attention_fn
 from .block import SparseTransformerBlock as SparseTransformerBlock
 from .cross_attention import SparseCrossAttention as SparseCrossAttention
 from .decoder import Decoder as Decoder
+from .experts import LoadBalancingLoss as LoadBalancingLoss
 from .generate import generate as generate
 from .index import IndexLoss as IndexLoss
+from .mixture import MixtureOfExperts as MixtureOfExperts
 from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .rope import LinearScaling as LinearScaling
 from .rope import Llama3Scaling as Llama3Scaling

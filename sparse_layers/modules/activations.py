@@ -14,10 +14,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-# The functions f of a gated MLP ``out(f(gate(x)) * in(x))``.
-GATED_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "geglu": ACTIVATIONS["gelu_tanh"],
-    "swiglu": jax.nn.silu,
+
+
+def _clamped_swiglu(gate: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Returns SwiGLU as in gpt-oss: both inputs are clamped to 7, and the linear one is counted from -1."""
+    gate, hidden = jnp.minimum(gate, 7), jnp.clip(hidden, -7, 7)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (hidden + 1)
+
+
+# The functions f of a gated MLP ``out(f(gate(x), in(x)))``.
+GATED_ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "clamped_swiglu": _clamped_swiglu,
+    "geglu": lambda gate, hidden: ACTIVATIONS["gelu_tanh"](gate) * hidden,
+    "swiglu": lambda gate, hidden: jax.nn.silu(gate) * hidden,
 }
 
 
@@ -37,5 +46,5 @@ def activate(
       [0.0, 0.0]
     """
     if isinstance(mlp, str):
-        return ACTIVATIONS[mlp](hidden) if gate is None else GATED_ACTIVATIONS[mlp](gate) * hidden
+        return ACTIVATIONS[mlp](hidden) if gate is None else GATED_ACTIVATIONS[mlp](gate, hidden)
     return mlp(hidden)

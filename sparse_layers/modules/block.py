@@ -19,6 +19,8 @@ from .activations import GATED_ACTIVATIONS
 from .attention import SparseSelfAttention
 from .attention_fn import Pattern
 from .block_core import BlockCore, apply_block, check_block_input, norm_positions
+from .experts import Experts
+from .mixture import MixtureOfExperts, Mlp
 from .native_sparse_attention import NativeSparseAttention
 from .options import AttentionOptions, PrefillOptions, StepOptions
 from .rope import Rope
@@ -50,7 +52,8 @@ class SparseTransformerBlock(nnx.Module):
       mlp_features: hidden features of the MLP; defaults to 4 * features.
       mlp: the activation, a function of an array, or a name: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh"
         (GPT-2), "gelu_exact" (GPT-NeoX), "relu" (OPT), "relu2" (its square, Nemotron); or of a gated MLP,
-        f(gate(x)) * in(x): "swiglu" (f = silu, Llama) or "geglu" (f = GPT-2's gelu, Gemma).
+        f(gate(x)) * in(x): "swiglu" (f = silu, Llama), "geglu" (f = GPT-2's gelu, Gemma) or "clamped_swiglu" (gpt-oss);
+        or a `MixtureOfExperts`.
       make_mlp: a function that makes another MLP from rngs, ``lambda rngs: Experts(..., rngs=rngs)``: a module that
         maps [..., F] to [..., F]. mlp, mlp_features and biases of the MLP then have no effect. Its own dropout follows
         ``eval()`` alone, not ``deterministic``.
@@ -112,7 +115,7 @@ class SparseTransformerBlock(nnx.Module):
         seq_len: int,
         num_layers: int = 1,
         mlp_features: int | None = None,
-        mlp: str | Callable[[jax.Array], jax.Array] = "gelu",
+        mlp: Mlp = "gelu",
         make_mlp: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]] | None = None,
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
@@ -157,21 +160,26 @@ class SparseTransformerBlock(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = branch_norm(pre), branch_norm(post)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         self.residual_scale = residual_scale
-        dense = functools.partial(nnx.Linear, use_bias="mlp" in biases, bias_init=bias_init, **shared)
         module = None if make_mlp is None else _checked_module(make_mlp(rngs))
-        self._make_mlp(module, mlp_features or 4 * features, dense, kernel_init, out_init)
+        mlp_options = {"use_bias": "mlp" in biases, "bias_init": bias_init, **shared}
+        self._make_mlp(module, mlp_features or 4 * features, mlp_options, kernel_init, out_init)
         # Without dropout the block has no random state: its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
 
-    def _make_mlp(self, module: Any, hidden: int, dense: Any, init: Initializer, out_init: Initializer) -> None:
-        """Sets the user's module for the MLP, or makes its projections by ``dense(in, out, kernel_init=)``."""
-        self.mlp_in = self.mlp_gate = self.mlp_out = nnx.data(None)
+    def _make_mlp(
+        self, module: Any, hidden: int, options: dict[str, Any], init: Initializer, out_init: Initializer
+    ) -> None:
+        """Sets the user's module for the MLP, or makes its experts, or its projections; ``options`` are Flax's."""
+        self.mlp_in = self.mlp_gate = self.mlp_out = self.experts = nnx.data(None)
         self.mlp_module = nnx.data(module)
-        if module is None:
-            self.mlp_in = dense(self.features, hidden, kernel_init=init)
+        if module is None and isinstance(self.mlp, MixtureOfExperts):
+            sizes = self.features, self.mlp.features or hidden
+            self.experts = Experts(self.mlp, *sizes, kernel_init=init, out_kernel_init=out_init, **options)
+        elif module is None:
+            self.mlp_in = nnx.Linear(self.features, hidden, kernel_init=init, **options)
             if self.mlp in GATED_ACTIVATIONS:
-                self.mlp_gate = dense(self.features, hidden, kernel_init=init)
-            self.mlp_out = dense(hidden, self.features, kernel_init=out_init)
+                self.mlp_gate = nnx.Linear(self.features, hidden, kernel_init=init, **options)
+            self.mlp_out = nnx.Linear(hidden, self.features, kernel_init=out_init, **options)
 
     @strict_kwargs
     def __call__(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..ops.decoding.cache import KVCache
 from .activations import activate
 from .core import Projection
+from .mixture import MixtureOfExperts, Mlp
 from .options import PrefillOptions, StepOptions
 from .settings import check_features, check_settings
 from .step import check_ids
@@ -29,11 +30,12 @@ class BlockCore:
       attention_out_norm, mlp_out_norm: norms of branch outputs, or None.
       mlp_in, mlp_gate, mlp_out: projections of the MLP; mlp_gate is None without a gated activation.
       mlp_module: another MLP instead of these, or None.
+      experts: a mixture of experts instead of these, called with ``deterministic``, or None.
       dropout: a function of an array and ``deterministic``.
     """
 
     features: int
-    mlp: str | Callable[[jax.Array], jax.Array]
+    mlp: Mlp
     parallel: bool
     residual_scale: float | None
     attention: Any
@@ -45,6 +47,7 @@ class BlockCore:
     mlp_gate: Projection | None
     mlp_out: Projection | None
     mlp_module: Projection | None
+    experts: Callable[..., jax.Array] | None
     dropout: Callable[..., jax.Array]
 
     @classmethod
@@ -72,17 +75,20 @@ class BlockCore:
         """Returns x plus the output of attention and that of the MLP, token by token."""
         added = x + self._end_branch(self.attention_out_norm, attended, deterministic)
         normed = _apply_norm(self.mlp_norm, x if self.parallel else added)
-        return added + self._end_branch(self.mlp_out_norm, self._apply_mlp(normed), deterministic)
+        return added + self._end_branch(self.mlp_out_norm, self._apply_mlp(normed, deterministic), deterministic)
 
     def _end_branch(self, norm: Projection | None, x: jax.Array, deterministic: bool | None) -> jax.Array:
         """Normalizes the output of a branch if it has a norm there, drops some of it and scales it."""
         x = self.dropout(_apply_norm(norm, x), deterministic=deterministic)
         return x if self.residual_scale is None else x * jnp.asarray(self.residual_scale, x.dtype)
 
-    def _apply_mlp(self, x: jax.Array) -> jax.Array:
+    def _apply_mlp(self, x: jax.Array, deterministic: bool | None) -> jax.Array:
+        if self.experts is not None:
+            return self.experts(x, deterministic=deterministic)
         if self.mlp_in is None or self.mlp_out is None:
             assert self.mlp_module is not None
             return self.mlp_module(x)
+        assert not isinstance(self.mlp, MixtureOfExperts)
         hidden = self.mlp_in(x)
         return self.mlp_out(activate(self.mlp, hidden, None if self.mlp_gate is None else self.mlp_gate(x)))
 

@@ -106,7 +106,6 @@ class BlockOptions(AttentionOptions, InitializerOptions, total=False):
 
     normalize_qk: bool | str
 
-    mlp: str | Callable[[jax.Array], jax.Array]
     mlp_features: int | None
     make_mlp: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]] | None
     norm_placement: str

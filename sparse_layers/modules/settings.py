@@ -13,6 +13,7 @@ from ..arguments.checks import Length, Positive, as_float, checked
 from ..arguments.foreign import one_line
 from ..ops.kernels.validation import is_floating
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS
+from .mixture import MixtureOfExperts
 from .options import FlaxOptions
 from .rope import Rope
 
@@ -184,7 +185,7 @@ def _check_gate(name: str, value: Any) -> None:
 
 
 def _check_mlp(name: str, value: Any) -> None:
-    if not callable(value):
+    if not callable(value) and not isinstance(value, MixtureOfExperts):
         _one_of_rule(*ACTIVATIONS, *GATED_ACTIVATIONS)(name, value)
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -23,6 +23,7 @@ from .attention_fn import Patterns
 from .block import SparseTransformerBlock, make_norm
 from .cache_checks import checked_chunk
 from .embedding import Embed
+from .mixture import Mlp
 from .options import BlockOptions
 from .rope import Rope, resolve_rope
 from .settings import check_array, check_order, check_settings, check_stream, with_checked_settings
@@ -30,7 +31,7 @@ from .step import check_ids, check_positions
 
 
 def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
-    """Returns the patterns or ropes of a cycle of layers."""
+    """Returns the patterns, ropes or MLPs of a cycle of layers."""
     entries = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
     if not 1 <= len(entries) <= num_layers:
         raise ValueError(
@@ -41,6 +42,8 @@ def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> t
         raise ValueError(
             f"scan_layers: the number of {name} must divide num_layers={num_layers}, got {len(entries)} {name}"
         )
+    for entry in entries:
+        check_settings(**{name: entry})
     return entries
 
 
@@ -112,6 +115,8 @@ class SparseTransformer(nnx.Module):
         layer i uses entry i % len: Gemma 3's ``(sl.Rope(1e4),) * 5 + (sl.Rope(1e6),)``. An entry None is a layer
         without (Llama 4).
       rope_theta: short for ``rope=Rope(rope_theta)``.
+      mlp: see `SparseTransformerBlock`. With a tuple, layer i uses entry i % len, such as
+        ``("swiglu", sl.MixtureOfExperts(8, 2))``.
       embedding_scale: factor of the token embeddings, not of a tied head (Gemma: the square root of features); None
         for 1.
       logits_scale: factor of the logits of tokens, before their soft cap (Granite); None for 1.
@@ -122,9 +127,9 @@ class SparseTransformer(nnx.Module):
       norm: "layer" or "rms", in the blocks and before the head.
       norm_epsilon: added to the variance in all norms.
       scan_layers: True compiles one cycle of ``patterns`` and scans over the others, whose parameters are stacked along
-        a first axis: compile time and program size do not grow with the depth. The numbers of patterns and of ropes
-        must divide num_layers. Partitioned initializers name the axes of one layer, as ("model", None); stacked
-        parameters and their moments get (None, "model", None).
+        a first axis: compile time and program size do not grow with the depth. The numbers of patterns, of ropes
+        and of MLPs must divide num_layers. Partitioned initializers name the axes of one layer, as ("model", None);
+        stacked parameters and their moments get (None, "model", None).
       residual_sharding: sharding of the residual stream [..., T, features] on the current mesh, if its axes are Auto,
         as a constraint after the embedding and after each block. Axes that do not divide are left out. Weights that
         are sharded along features (FSDP) need it, for example ``PartitionSpec("data")``: the partitioner may otherwise
@@ -132,7 +137,7 @@ class SparseTransformer(nnx.Module):
       dtype: dtype of the computation; None for that of the parameters.
       param_dtype: dtype of the parameters.
       rngs: random number generators of parameters and dropout.
-      **options: all other arguments of `SparseTransformerBlock` (dropout_rate, mlp, mlp_features, remat, ...) and of
+      **options: all other arguments of `SparseTransformerBlock` (dropout_rate, mlp_features, remat, ...) and of
         `SparseSelfAttention` (num_kv_heads, head_dim, use_sinks, ...).
 
     Raises:
@@ -153,7 +158,7 @@ class SparseTransformer(nnx.Module):
     """
 
     @strict_kwargs
-    @with_checked_settings("rope")
+    @with_checked_settings("rope", "mlp")
     def __init__(
         self,
         vocab_size: int,
@@ -168,6 +173,7 @@ class SparseTransformer(nnx.Module):
         position_stride: int | None = None,
         rope: Rope | Sequence[Rope | None] | None = None,
         rope_theta: float | None = None,
+        mlp: Mlp | Sequence[Mlp] = "gelu",
         embedding_scale: float | None = None,
         logits_scale: float | None = None,
         final_soft_cap: float | None = None,
@@ -189,11 +195,10 @@ class SparseTransformer(nnx.Module):
         layer_patterns = _layer_cycle("patterns", patterns, num_layers, scan_layers)
         _check_patterns(layer_patterns, options.get("selection"), seq_len, causal)
         _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
-        layer_ropes = _layer_cycle("rope", rope, num_layers, scan_layers)
-        for layer_rope in layer_ropes:
-            check_settings(rope=layer_rope)
+        cycles = {"pattern": layer_patterns, "mlp": _layer_cycle("mlp", mlp, num_layers, scan_layers)}
+        cycles["rope"] = _layer_cycle("rope", rope, num_layers, scan_layers)
         if positions == "rope" and (rope is None or rope_theta is not None):
-            layer_ropes = (resolve_rope(rope, rope_theta) or Rope(),)
+            cycles["rope"] = (resolve_rope(rope, rope_theta) or Rope(),)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         self.residual_sharding, self.embedding_scale = residual_sharding, embedding_scale
@@ -207,7 +212,7 @@ class SparseTransformer(nnx.Module):
         self._make_position_embeddings(table, positions, position_stride, 1 / features)
         settings: dict[str, Any] = {"norm": norm, "norm_epsilon": norm_epsilon, "seq_len": seq_len, **shared, **options}
         make_block = functools.partial(SparseTransformerBlock, num_heads, features, num_layers=num_layers, **settings)
-        self.blocks = self._make_blocks(make_block, layer_patterns, layer_ropes, rngs)
+        self.blocks = self._make_blocks(make_block, cycles, rngs)
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
         self.head = nnx.data(None)
         if not tie_embeddings:
@@ -229,14 +234,13 @@ class SparseTransformer(nnx.Module):
     def _make_blocks(
         self,
         make_block: Callable[..., SparseTransformerBlock],
-        patterns: Sequence[Any],
-        ropes: Sequence[Any],
+        cycles: Mapping[str, Sequence[Any]],
         rngs: nnx.Rngs,
     ) -> nnx.List:
-        """Makes a block for each layer; with scan_layers, stacked blocks for each layer of a cycle."""
+        """Makes a block for each layer, or a stack of blocks for each layer of a cycle."""
         makers = [
-            functools.partial(make_block, pattern=patterns[layer % len(patterns)], rope=ropes[layer % len(ropes)])
-            for layer in range(math.lcm(len(patterns), len(ropes)))
+            functools.partial(make_block, **{name: values[layer % len(values)] for name, values in cycles.items()})
+            for layer in range(math.lcm(*map(len, cycles.values())))
         ]
         if not self.scan_layers:
             return nnx.List(makers[layer % len(makers)](rngs=rngs) for layer in range(self.num_layers))

@@ -80,6 +80,7 @@ MISUSES = [
     Misuse("haiku_block(16, 4)", ValueError, "num_heads=16", "features=4", "their order is (num_heads, features)"),
     Misuse("haiku_block(4, 18)", ValueError, "features", "18", "num_heads=4 must divide"),
     Misuse("haiku_block(mlp='tanh')", ValueError, "mlp", "tanh", "'swiglu'"),
+    Misuse("haiku_block(mlp=sl.MixtureOfExperts(4, 2))", NotImplementedError, "mlp", "num_experts=4", "NNX or Linen"),
     Misuse("haiku_block(norm='batch')", ValueError, "norm", "batch", "'rms'"),
     Misuse("haiku_block(num_layers=0)", ValueError, "num_layers", "got 0", ">= 1"),
     Misuse("haiku_block(remat='full')", ValueError, "remat", "full", "true or false"),

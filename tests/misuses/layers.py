@@ -1,5 +1,6 @@
 """Misuses of layers, blocks and models: their settings, and their calls."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -48,6 +49,12 @@ def linen_block(*sizes, **options):
     return linen.SparseTransformerBlock(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T} | options)
 
 
+def on_mesh(**options):
+    mixture = sl.MixtureOfExperts(4, 2, **options)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        return block(mlp=mixture)(jnp.ones((2, T, F)))
+
+
 def names():
     makers = (attention, cross, native, block, model, linen_attention, linen_cross, linen_block)
     cache = sl.KVCache.empty(MASK, T, batch=2, num_heads=N, head_size=F // N)
@@ -59,6 +66,7 @@ def names():
         "a_block": block(),
         "a_model": model(),
         "linen": linen,
+        "on_mesh": on_mesh,
         "N": N,
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
@@ -253,6 +261,20 @@ SETTINGS = [
     ("block(param_dtype=None)", ValueError, "param_dtype", "got None", FLOAT),
     ("linen_attention(dtype=jnp.complex64)", ValueError, "dtype", "complex64", FLOAT),
     ("block(mlp=None)", ValueError, "mlp", "got None", "'geglu' or 'swiglu'"),
+    ("model(mlp=('gelu', 3))", ValueError, "mlp", "got 3", "'geglu' or 'swiglu'"),
+    ("model(mlp=('gelu',) * 3)", ValueError, "mlp", "got 3", "1 to num_layers=2 entries"),
+    ("sl.MixtureOfExperts(0, 1)", ValueError, "num_experts", "got 0", INTEGER),
+    ("sl.MixtureOfExperts(4, 2.5)", ValueError, "top_k", "got 2.5", INTEGER),
+    ("sl.MixtureOfExperts(4, 5)", ValueError, "top_k=5", "num_experts=4", "must not exceed"),
+    ("sl.MixtureOfExperts(4, 2, features=0)", ValueError, "features", "got 0", INTEGER),
+    ("sl.MixtureOfExperts(4, 2, shared_features=-1)", ValueError, "shared_features", "got -1", INTEGER),
+    ("sl.MixtureOfExperts(4, 2, activation='silu')", ValueError, "activation", "got 'silu'", "'swiglu'"),
+    ("sl.MixtureOfExperts(4, 2, normalize=1)", ValueError, "normalize", "got 1", FLAG),
+    ("sl.MixtureOfExperts(4, 2, router_bias='yes')", ValueError, "router_bias", "got 'yes'", FLAG),
+    ("sl.MixtureOfExperts(4, 2, expert_axis=1)", ValueError, "expert_axis", "got 1", "the name of a mesh axis"),
+    ("sl.MixtureOfExperts(4, 2, token_axes=['data'])", ValueError, "token_axes", "got ['data']", "names of mesh axes"),
+    ("sl.MixtureOfExperts(4, 2, token_axes='data')", ValueError, "token_axes=('data',)", "None", "must be set"),
+    ("on_mesh(expert_axis='expert')", ValueError, "expert_axis", "got 'expert'", "axes of the mesh, ('data',)"),
     ("block(norm=nnx.LayerNorm)", ValueError, "norm", "LayerNorm", "must be 'layer' or 'rms'"),
     ("model(positions=None)", ValueError, "positions", "got None", "must be 'row_column', 'learned', 'rope' or 'none'"),
     ("model(rope_theta=100.0)", ValueError, "rope_theta=100.0", "got positions='row_column'", "needs positions='rope'"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...arguments.checks import Natural, checked, suggest
 from ...masks.primitives import Causal, Window
+from ..mixture import MixtureOfExperts
 from .config import FULL, SLIDING, Config
 from .rotary import make_rope
 
@@ -36,7 +37,7 @@ def family_of(config: Config) -> "Family":
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)
-        raise ValueError(f"{config.file}: model_type: {known}; models of experts are not served")
+        raise ValueError(f"{config.file}: model_type: {known}")
     config.complete(family.defaults)
     return family
 
@@ -48,7 +49,8 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
     """
     family = family_of(config)
     for name, allowed in _SUPPORTED.items():
-        config.one_of(name, allowed, default=allowed[0])
+        if name != "quantization_config" or not family.reads_mxfp4 or not is_mxfp4(config):
+            config.one_of(name, allowed, default=allowed[0])
     settings = family.settings(config)
     count = settings["num_layers"]
     if count != num_layers:  # before anything is made for each layer
@@ -65,8 +67,10 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
         )
     if SLIDING in layer_types and "use_sliding_window" in family.defaults and not config.get("use_sliding_window"):
         raise ValueError(f"{config.file}: use_sliding_window must be True where layer_types has {SLIDING!r}, got False")
-    layers = [(x, family.rotates(config, i, x == SLIDING)) for i, x in enumerate(layer_types)]
-    cycle = layers[: next(n for n in range(1, count + 1) if layers == (layers[:n] * count)[:count])]
+    if "experts" in settings:
+        experts, dense = settings.pop("experts"), settings["mlp"]
+        settings["mlp"] = tuple(_cycle([experts if family.has_experts(config, i) else dense for i in range(count)]))
+    cycle = _cycle([(x, family.rotates(config, i, x == SLIDING)) for i, x in enumerate(layer_types)])
     windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in layer_types else {}
     settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x, _ in cycle)
     if settings["positions"] == "rope":
@@ -74,6 +78,18 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
         ropes = {x: make_rope(config, x, family.thetas, **sizes) for x, rotates in cycle if rotates}
         settings["rope"] = tuple(ropes[x] if rotates else None for x, rotates in cycle)
     return settings
+
+
+def _cycle(layers: list[Any]) -> list[Any]:
+    """Returns the shortest list that gives these values of layers by repetition."""
+    count = len(layers)
+    return layers[: next(n for n in range(1, count + 1) if layers == (layers[:n] * count)[:count])]
+
+
+def is_mxfp4(config: Config) -> bool:
+    """True if a configuration says that experts are quantized in MXFP4."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def _llama(config: Config, *, activation: str = "hidden_act", **overrides: Any) -> dict[str, Any]:
@@ -148,6 +164,8 @@ class Family:
       defaults: settings that a configuration may leave out; in one of text and images, all that equal these.
       rotates: a function, True if layer i has rotary position embeddings; with True for its window.
       partial_rotary: True if rotary position embeddings may rotate a part of a head.
+      has_experts: a function, True if layer i has experts; settings then contain the mixture as "experts".
+      reads_mxfp4: True if experts may be quantized in MXFP4.
       thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
         only the first are scaled.
     """
@@ -162,6 +180,8 @@ class Family:
     mixed_layers: bool = False
     rotates: Callable[[Config, int, bool], bool] = lambda config, i, is_sliding: True
     partial_rotary: bool = False
+    has_experts: Callable[[Config, int], bool] = lambda config, i: True
+    reads_mxfp4: bool = False
     thetas: tuple[float, ...] = (10000.0,)
 
 
@@ -205,6 +225,73 @@ _GPT2 = {
     "blocks.mlp_in": "h.{}.mlp.c_fc",
     "blocks.mlp_out": "h.{}.mlp.c_proj",
 }
+
+
+_QWEN3_MOE = _LLAMA | {
+    "blocks.experts.router": "layers.{}.mlp.gate",
+    "blocks.experts.experts_gate": "layers.{}.mlp.experts.{}.gate_proj",
+    "blocks.experts.experts_in": "layers.{}.mlp.experts.{}.up_proj",
+    "blocks.experts.experts_out": "layers.{}.mlp.experts.{}.down_proj",
+}
+_MIXTRAL = _LLAMA | {
+    "blocks.experts.router": "layers.{}.block_sparse_moe.gate",
+    "blocks.experts.experts_gate": "layers.{}.block_sparse_moe.experts.{}.w1",
+    "blocks.experts.experts_in": "layers.{}.block_sparse_moe.experts.{}.w3",
+    "blocks.experts.experts_out": "layers.{}.block_sparse_moe.experts.{}.w2",
+}
+_GPT_OSS = _LLAMA | {
+    "blocks.attention.sinks": "layers.{}.self_attn.sinks",
+    "blocks.experts.router": "layers.{}.mlp.router",
+    "blocks.experts.experts_gate": ("layers.{}.mlp.experts.gate_up_proj", 0),
+    "blocks.experts.experts_in": ("layers.{}.mlp.experts.gate_up_proj", 1),
+    "blocks.experts.experts_out": "layers.{}.mlp.experts.down_proj",
+}
+
+
+def _make_experts(config: Config, count: str, **settings: Any) -> MixtureOfExperts:
+    """Makes the mixture of a configuration whose entry ``count`` is the number of experts."""
+    try:
+        return MixtureOfExperts(config.size(count), config.size("num_experts_per_tok"), **settings)
+    except ValueError as error:
+        raise ValueError(f"{config.file}: {error}") from error
+
+
+def _qwen3_moe(config: Config) -> dict[str, Any]:
+    settings = _llama(config, normalize_qk=True)
+    normalize = config.one_of("norm_topk_prob", (False, True))
+    options = {"features": config.size("moe_intermediate_size"), "activation": settings["mlp"], "normalize": normalize}
+    count = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    return settings | {"experts": _make_experts(config, count, **options)}
+
+
+def _qwen3_moe_has_experts(config: Config, i: int) -> bool:
+    """True if layer i of Qwen3-MoE has experts."""
+    dense_layers = config.get("mlp_only_layers", [])
+    if not isinstance(dense_layers, list):
+        raise ValueError(f"{config.file}: mlp_only_layers must be a list of layers, got {dense_layers!r}")
+    return i not in dense_layers and (i + 1) % config.size("decoder_sparse_step") == 0
+
+
+def _mixtral(config: Config) -> dict[str, Any]:
+    settings = _llama(config)
+    return settings | {"experts": _make_experts(config, "num_local_experts", activation=settings["mlp"])}
+
+
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    config.one_of("hidden_act", ("silu",))
+    config.one_of("swiglu_alpha", (1.702,))
+    config.one_of("swiglu_limit", (7.0,))
+    if config.get("rope_parameters", config.get("rope_scaling")) is None:
+        raise ValueError(f"{config.file}: rope_scaling is missing")
+    settings = _llama(config, use_sinks=True)
+    settings["use_bias"] = (*(x for x in settings["use_bias"] if x != "mlp"), "mlp")
+    options = {"activation": "clamped_swiglu", "router_bias": True}
+    return settings | {"experts": _make_experts(config, "num_local_experts", **options)}
+
+
+def _has_window(config: Config, i: int) -> bool:
+    """True if the configuration has a window, for all layers."""
+    return config.get("sliding_window") is not None and config.get("use_sliding_window", True)
 
 
 def _qwen_is_sliding(config: Config, i: int) -> bool:
@@ -280,7 +367,33 @@ FAMILIES = {
         _LLAMA,
         _llama,
         _defaults(4096, 14336, 32, 32, 8, 131072, 1e-6, sliding_window=4096),
-        lambda config, i: config.get("sliding_window") is not None,
+        _has_window,
+    ),
+    "mixtral": Family(
+        _MIXTRAL,
+        _mixtral,
+        _defaults(4096, 14336, 32, 32, 8, 131072, 1e-5, num_local_experts=8, num_experts_per_tok=2),
+        _has_window,
+        thetas=(1000000.0,),
+    ),
+    "qwen3_moe": Family(
+        _QWEN3_MOE,
+        _qwen3_moe,
+        _defaults(2048, 6144, 24, 32, 4, 32768, 1e-6, sliding_window=4096, use_sliding_window=False)
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": False, "decoder_sparse_step": 1},
+        _has_window,
+        has_experts=_qwen3_moe_has_experts,
+    ),
+    "gpt_oss": Family(
+        _GPT_OSS,
+        _gpt_oss,
+        _defaults(2880, 2880, 36, 64, 8, 131072, 1e-5, head_dim=64, sliding_window=128, attention_bias=True)
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        lambda config, i: i % 2 == 0,
+        mixed_layers=True,
+        reads_mxfp4=True,
+        thetas=(150000.0,),
     ),
     "qwen2": Family(
         _LLAMA,

@@ -25,8 +25,8 @@ from ..settings import check_settings, check_stream
 from ..transformer import SparseTransformer
 from .config import Config
 from .dense import abbreviate, refuse_fixed, refuse_names, refuse_shapes
-from .families import Family, family_of, read_settings
-from .safetensors import TensorInfo, find_tensors, read_header, refuse_other_formats
+from .families import Family, family_of, is_mxfp4, read_settings
+from .safetensors import TensorInfo, find_tensors, join_mxfp4, read_header, refuse_other_formats
 
 _HEAD = "lm_head.weight"
 # Older files also hold frequencies, and GPT-2's causal mask and its fill value.
@@ -47,9 +47,10 @@ def from_huggingface(
     """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
 
     It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Exaone 4,
-    SmolLM 3, Phi 3 and 4, and Granite 3, but neither mixtures of experts nor latent attention. From a model of text and
-    images it takes the text model, as from Gemma 3 4B to 27B. Nothing is downloaded, and nothing in a file is executed.
-    Tensors are read one by one: loading needs the memory of the model and twice that of the files' largest tensor.
+    SmolLM 3, Phi 3 and 4, Granite 3, and with experts Mixtral, Qwen3-MoE and gpt-oss, but not latent attention. From a
+    model of text and images it takes the text model, as from Gemma 3 4B to 27B. Experts in MXFP4 (gpt-oss) become
+    bfloat16. Nothing is downloaded, and nothing in a file is executed. Tensors are read one by one: loading needs the
+    memory of the model and twice that of the files' largest tensor.
 
     Args:
       folder: a folder with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or files
@@ -190,6 +191,7 @@ def _load(
     files = {name: tensor for name, tensor in tensors().items() if not _BUFFERS.fullmatch(name)}
     files = _text_tensors(files) if config.is_multimodal else files
     family = family_of(config)
+    files = join_mxfp4(files) if family.reads_mxfp4 and is_mxfp4(config) else files
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
     if config.get("vocab_size") is None and embedding in files:
@@ -306,6 +308,7 @@ class TensorMapping:
       transposed: True if the tensor is the transpose of the parameter's matrix.
       outputs: those of the tensor that belong to the parameter, on its last axis once it is transposed.
       offset: a number to add to the tensor.
+      row: the entry of the tensor's first axis that holds the parameter, or None for all of it.
     """
 
     name: str
@@ -314,10 +317,11 @@ class TensorMapping:
     transposed: bool
     outputs: slice
     offset: int
+    row: int | None = None
 
     def read(self, tensor: TensorInfo, target: np.ndarray) -> None:
         """Reads the tensor into an array of the parameter's shape, without another copy."""
-        x = tensor.read()
+        x = tensor.read(self.row)
         x = (x.T if self.transposed else x)[..., self.outputs]
         x = x.astype(np.float32) + self.offset if self.offset else x
         rows = target.size // math.prod(x.shape[1:])  # a shorter seq_len reads the first learned positions
@@ -327,7 +331,7 @@ class TensorMapping:
 def _read(
     mappings: list[TensorMapping], files: Mapping[str, TensorInfo], shape: tuple[int, ...], dtype: Dtype
 ) -> jax.Array:
-    """Reads a parameter of one layer, or of all scanned layers; the host holds one tensor at a time."""
+    """Reads a parameter: of one layer or all scanned layers, of all experts; the host holds one tensor at a time."""
 
     def read_layer(mapping: TensorMapping) -> jax.Array:
         value = np.empty(mapping.shape, dtype)
@@ -338,14 +342,16 @@ def _read(
     if len(shape) == len(mappings[0].shape):
         return read_layer(mappings[0])
     layers = jnp.zeros(shape, dtype)
-    for number, mapping in enumerate(mappings):
-        layers = _set_layer(layers, number, read_layer(mapping)).block_until_ready()
+    stack = shape[: len(shape) - len(mappings[0].shape)]  # layers, experts, or both
+    for index, mapping in zip(np.ndindex(*stack), mappings, strict=True):
+        layers = _set_layer(layers, index, read_layer(mapping)).block_until_ready()
     return layers
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(layers: jax.Array, index: int, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(layers, layer, index, 0)
+def _set_layer(layers: jax.Array, index: tuple[int, ...], layer: jax.Array) -> jax.Array:
+    layer = jnp.expand_dims(layer, tuple(range(len(index))))
+    return jax.lax.dynamic_update_slice(layers, layer, (*index, *[0] * (layers.ndim - len(index))))
 
 
 def map_tensors(
@@ -360,7 +366,11 @@ def map_tensors(
         if param_path[0] == "blocks":
             layers = range(int(str(param_path[1])), model.num_layers, len(model.blocks))
             shape = shape[1:] if model.scan_layers else shape
-        if param_path[-1] != "sinks" and not str(param_path[-2]).startswith("index_"):
+        if str(param_path[-2]).startswith("experts_"):
+            mappings[param_path] = [
+                mapping for layer in layers for mapping in _map_experts(family, prefix, param_path, layer, shape)
+            ]
+        elif _has_name(family, param_path):
             mappings[param_path] = [
                 _map_tensor(family, prefix, param_path, layer, shape, positions, outputs) for layer in layers
             ]
@@ -370,6 +380,28 @@ def map_tensors(
 def _module(param_path: PathParts) -> str:
     """Returns the name of a parameter's module, without the numbers of layers."""
     return ".".join(name for name in param_path[:-1] if isinstance(name, str))
+
+
+def _has_name(family: Family, param_path: PathParts) -> bool:
+    """True if files can have a parameter."""
+    is_index = str(param_path[-2]).startswith("index_")
+    return not is_index and (param_path[-1] != "sinks" or "blocks.attention.sinks" in family.names)
+
+
+def _map_experts(
+    family: Family, prefix: str, param_path: PathParts, layer: int, shape: tuple[int, ...]
+) -> list[TensorMapping]:
+    """Maps a parameter of all experts to a tensor for each of them, or to one for all: [E, in, out] and [E, out]."""
+    file_name = family.names[f"blocks.experts.{param_path[-2]}"]
+    name, part = file_name if isinstance(file_name, tuple) else (file_name, None)
+    if name.count("{}") == 2:
+        names = [f"{prefix}{name.format(layer, expert)}.weight" for expert in range(shape[0])]
+        return [TensorMapping(x, shape[:0:-1], shape[1:], True, slice(None), 0) for x in names]
+    name = f"{prefix}{name.format(layer)}{'_bias' if param_path[-1] == 'bias' else ''}"
+    # Gates and inputs take turns on the last axis.
+    outputs = slice(None) if part is None else slice(part, None, 2)
+    tensor_shape = shape if part is None else (*shape[:-1], 2 * shape[-1])
+    return [TensorMapping(name, tensor_shape, shape[1:], False, outputs, 0, row) for row in range(shape[0])]
 
 
 def _map_tensor(
@@ -390,6 +422,8 @@ def _map_tensor(
         sizes = [outputs[key] for key, x in family.names.items() if isinstance(x, tuple) and x[0] == name]
     rows = positions if module == "position_embedding" else shape[0]
     name = f"{'' if module == 'head' else prefix}{name.format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
+    if leaf == "sinks":
+        name = f"{prefix}{str(family.names['blocks.attention.sinks']).format(layer)}"
     transposed = leaf == "kernel" and not (family.conv1d and module != "head")
     if leaf == "embedding":
         tensor_shape = rows, *shape[1:]

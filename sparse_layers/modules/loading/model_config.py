@@ -118,7 +118,8 @@ def _blocks(model: SparseTransformer) -> list[SparseTransformerBlock]:
 def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any]:
     attention: Any = block.attention
     if not isinstance(attention, SparseSelfAttention) or block.mlp_in is None:
-        module = type(attention).__name__ if block.mlp_in is not None else "an MLP of make_mlp"
+        mlp = "an MLP of make_mlp" if block.experts is None else "a mixture of experts"
+        module = type(attention).__name__ if block.mlp_in is not None else mlp
         raise ValueError(f"model: layer {number} has {module}, which Hugging Face's files have no names for")
     norms = [block.attention_norm, block.attention_out_norm, block.mlp_norm, block.mlp_out_norm]
     norms += [attention.query_ln, attention.key_ln]

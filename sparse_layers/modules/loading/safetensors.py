@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ import numpy as np
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": jnp.dtype(jnp.bfloat16)}
 
+# The 16 numbers of 4 bits: a sign, 2 bits of an exponent and 1 of a fraction.
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
 # Endings of weights in the formats of PyTorch, llama.cpp, Flax and TensorFlow, and of safetensors under other names.
 _WEIGHTS = {".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors"}
 
@@ -23,10 +27,56 @@ class TensorInfo(NamedTuple):
     dtype: Any
     offset: int
 
-    def read(self) -> np.ndarray:
-        """Reads the values, and nothing else of the file; no page of it stays mapped."""
-        count = math.prod(self.shape) * self.dtype.itemsize
-        return np.fromfile(self.file, np.uint8, count, offset=self.offset).view(self.dtype).reshape(self.shape)
+    def read(self, row: int | None = None) -> np.ndarray:
+        """Reads the values, or those at ``row`` of the first axis, and nothing else; no page of a file stays mapped."""
+        shape = self.shape if row is None else self.shape[1:]
+        count = math.prod(shape) * self.dtype.itemsize
+        offset = self.offset + (row or 0) * count
+        return np.fromfile(self.file, np.uint8, count, offset=offset).view(self.dtype).reshape(shape)
+
+
+class Mxfp4Tensor(NamedTuple):
+    """A tensor [E, in, out] in MXFP4, whose values are read in bfloat16: blocks of 32 numbers that share a power of 2.
+
+    Attributes:
+      blocks: uint8 [E, out, in / 32, 16], two numbers in a byte, the first in its lower half.
+      scales: uint8 [E, out, in / 32], exponents plus 127.
+    """
+
+    blocks: TensorInfo
+    scales: TensorInfo
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        count, out, groups, size = self.blocks.shape
+        return count, groups * size * 2, out
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return jnp.dtype(jnp.bfloat16)
+
+    def read(self, row: int | None = None) -> np.ndarray:
+        """Returns the values in bfloat16, or those at ``row`` of the first axis."""
+        if row is None:
+            return np.stack([self.read(i) for i in range(self.shape[0])])
+        blocks, scales = self.blocks.read(row), self.scales.read(row)
+        numbers = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
+        values = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
+        return values.reshape(len(values), -1).T.astype(self.dtype)
+
+
+def join_mxfp4(files: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Replaces each pair of tensors NAME_blocks and NAME_scales by a tensor NAME that dequantizes them."""
+    tensors: dict[str, Any] = dict(files)
+    for name in files:
+        blocks, scales = files[name], files.get(f"{name.removesuffix('_blocks')}_scales")
+        if name.endswith("_blocks") and scales is not None and blocks.shape == (*scales.shape, 16):
+            pair = (x._replace(dtype=np.dtype(np.uint8)) for x in (blocks, scales))
+            tensors[name.removesuffix("_blocks")] = Mxfp4Tensor(*pair)
+            del tensors[name], tensors[f"{name.removesuffix('_blocks')}_scales"]
+    return tensors
 
 
 def find_tensors(folder: pathlib.Path) -> dict[str, TensorInfo]:

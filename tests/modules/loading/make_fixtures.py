@@ -85,6 +85,25 @@ CASES = {
         | {"attention_multiplier": 0.2, "logits_scaling": 0.5},
         (1e4, None),
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        SIZES
+        | {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+        (1e6, None),
+    ),
+    "mixtral": (
+        "Mixtral",
+        SIZES | {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        (1e6, None),
+    ),
+    "gpt_oss": (
+        "GptOss",
+        SIZES
+        | {"head_dim": 8, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": 10},
+        (150000.0, YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}),
+    ),
 }
 # Phi 3 with LongRoPE: the same weights with a factor for each of the 3 pairs that rotate.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
@@ -148,7 +167,9 @@ def make(folder, kind, config, seed, sharded):
                 elif "post_" in path:
                     tensor.add_(2)  # or the token's own embedding wins, which a tied head repeats
             elif not ("embed" in path or ".wte" in path or ".wpe" in path):
-                tensor.mul_(min(tensor.shape) ** -0.5)
+                tensor.mul_(min(tensor.shape[-2:]) ** -0.5)
+                if kind == "GptOss" and path.endswith("gate_up_proj"):
+                    tensor.mul_(3)  # so that its activation clamps
             else:
                 tensor.mul_(0.15 if kind.startswith("Gemma") else 0.3)  # Gemma's are scaled
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")

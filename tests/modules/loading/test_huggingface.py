@@ -21,6 +21,7 @@ FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 WINDOWS = {"mistral": [10] * 3, "qwen2": [None, 9, 9], "gemma2": [8, None, 8], "gemma3_text": [8, 8, None]}
 WINDOWS |= {"olmo3": [9, 9, None], "exaone4": [9, 9, None], "smollm3": [None, 9, None], "phi3": [10] * 3}
+WINDOWS |= {"gpt_oss": [10, None, 10]}
 ROPES = {
     "llama": sl.Rope(5e5, scaling=sl.Llama3Scaling(8.0, 32)),
     "qwen2": sl.Rope(1e6, scaling=sl.YarnScaling(4.0, 32)),
@@ -28,6 +29,9 @@ ROPES = {
     "olmo2": sl.Rope(5e5),
     "mistral": sl.Rope(1e4),
     "gemma2": sl.Rope(1e4),
+    "mixtral": sl.Rope(1e6),
+    "qwen3_moe": sl.Rope(1e6),
+    "gpt_oss": sl.Rope(150000.0, scaling=sl.YarnScaling(4.0, 32, rounded=False)),
     "phi3": sl.Rope(1e4, rotary_dim=6),
     "granite": sl.Rope(1e4),
 }
@@ -78,9 +82,10 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
 
 # By tokens in a piece of the prompt. Together they have what sharding meets in any of the families: biases and learned
 # positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all heads, which devices
-# share; layers without rope; parts of fused tensors and of heads; scales. Programs for eight devices compile for five
-# seconds a model.
+# share; layers without rope; parts of fused tensors and of heads; scales; experts; sinks. Programs for eight devices
+# compile for five seconds a model.
 SPREAD = {"gpt2": 5, "gemma2": 4, "gemma3_text": 7, "olmo2": 3, "smollm3": 5, "phi3": 4, "granite": 7}
+SPREAD |= {"qwen3_moe": 5, "gpt_oss": 5}
 
 
 def test_spread_over_eight_devices():
@@ -202,10 +207,10 @@ def test_defaults_of_configurations(tmp_path):
 
 REFUSED = [
     (
-        {"model_type": "mixtral"},
-        "model_type: 'mixtral', did you mean 'mistral'? Known: exaone4, gemma2, gemma3_text, ",
+        {"model_type": "mistrall"},
+        "model_type: 'mistrall', did you mean 'mistral'? Known: exaone4, gemma2, gemma3_text, ",
     ),
-    ({"model_type": "qwen2_moe"}, "did you mean 'qwen2'"),
+    ({"model_type": "qwen2_moe"}, "did you mean 'qwen3_moe' or 'qwen2'"),
     ({"model_type": None}, "model_type: None"),
     ({"hidden_act": "relu"}, "hidden_act must be 'silu' or 'gelu_pytorch_tanh' or 'swish' or 'gelu_new', got"),
     ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types must be 3 times"),
