@@ -292,6 +292,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
 
 
 def _refuse_experts(mlp: Any) -> None:
+    """Raises NotImplementedError for a mixture of experts."""
     if isinstance(mlp, MixtureOfExperts):
         raise NotImplementedError(
             f"mlp must not be a mixture of experts in Haiku, got {one_line(mlp)}: use NNX or Linen, or make_mlp"
@@ -388,9 +389,8 @@ class SparseTransformerBlock(hk.Module):
         )
         self.mlp_norm = make_norm(name="mlp_norm") if pre else None
         self.mlp_out_norm = make_norm(name="mlp_out_norm") if post else None
-        _refuse_experts(mlp)
         self.mlp_in = self.mlp_gate = self.mlp_out = self.experts = None
-        self.mlp_module = None if make_mlp is None else make_mlp()
+        self.mlp_module = _refuse_experts(mlp) if make_mlp is None else make_mlp()
         if make_mlp is None:
             hidden = mlp_features or 4 * features
             self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")

@@ -393,14 +393,14 @@ def _map_experts(
 ) -> list[TensorMapping]:
     """Maps a parameter of all experts to a tensor for each of them, or to one for all: [E, in, out] and [E, out]."""
     file_name = family.names[f"blocks.experts.{param_path[-2]}"]
-    name, part = file_name if isinstance(file_name, tuple) else (file_name, None)
+    name, index = file_name if isinstance(file_name, tuple) else (file_name, None)
     if name.count("{}") == 2:
         names = [f"{prefix}{name.format(layer, expert)}.weight" for expert in range(shape[0])]
         return [TensorMapping(x, shape[:0:-1], shape[1:], True, slice(None), 0) for x in names]
     name = f"{prefix}{name.format(layer)}{'_bias' if param_path[-1] == 'bias' else ''}"
     # Gates and inputs take turns on the last axis.
-    outputs = slice(None) if part is None else slice(part, None, 2)
-    tensor_shape = shape if part is None else (*shape[:-1], 2 * shape[-1])
+    outputs = slice(None) if index is None else slice(index, None, 2)
+    tensor_shape = shape if index is None else (*shape[:-1], 2 * shape[-1])
     return [TensorMapping(name, tensor_shape, shape[1:], False, outputs, 0, row) for row in range(shape[0])]
 
 
