@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import inspect
 import itertools
 import math
 import re
@@ -28,11 +27,11 @@ from .advice import advice, mask_name
 from .dense_attention import DenseAttention, DenseMask, SparseCall, find_attention
 from .source_lines import Source
 from .subjects import is_linen, plans_of, walk
+from .traced_inputs import traced_inputs
 
 _MIN_KEYS = 128  # fewer keys are one block of the kernels, and no pattern saves anything
 _MIN_QUERIES = 16  # fewer rows do not fill a tile of matrix units: decoding, or pooling with a few seeds
 _FEW_KEYS = 2000  # below it, dense attention is often as fast (docs/when_dense.md)
-_ARRAYS = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
 _PATHS = 4  # most paths of modules in a line
 _OP = "sl.block_sparse_attention(query, key, value, {pattern}{options})"
 _CALLS = (
@@ -93,7 +92,7 @@ class Diagnosis(NamedTuple):
 
     Attributes:
       findings: a tuple of `Finding`; () if nothing was found.
-      summary: the number of sparse attention calls by implementation, and what was left out.
+      summary: the number of sparse attention calls by implementation, what was left out, and which inputs are data.
     """
 
     findings: tuple[Finding, ...]
@@ -130,8 +129,9 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
         `jax.grad`, shows what training does. An NNX module with state, such as dropout, must be the model or an input:
         a function that closes over it cannot change it.
       inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is. An array
-        is data. So is a tree whose arrays mostly share the size of their first axis with such arrays, or with the last
-        tree if no input is an array. All others are weights, as those of the model.
+        is data, and a module is weights. Other trees are data if the model or a module has the weights. Else the first
+        tree is the weights, and the last one is a batch. Random keys and scalars do not count. The summary says what
+        was taken for data if weights may be among the inputs.
       device: a GPU to trace for, as in `describe`; None for the device at hand.
 
     Returns:
@@ -161,11 +161,11 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
     gpu = None if device is None else device_named(device)
     if gpu is not None:
         check_triton()
-    call, arrays, data = _arrays(model, inputs)
+    traced = traced_inputs(model, inputs)
     with assume_gpu(gpu), record_launches(), record_calls() as facts:
-        jaxpr = _trace(call, arrays)
+        jaxpr = _trace(traced.call, traced.arrays)
         op_calls = {number for number, fact in enumerate(facts) if "implementation" in fact}
-        dense, sparse = find_attention(jaxpr, data, op_calls)
+        dense, sparse = find_attention(jaxpr, traced.data, op_calls)
         few = [x for x in dense if x.q_len < _MIN_QUERIES or x.kv_len < _MIN_KEYS]
         dense = [x for x in dense if x not in few]
         layers = {path: layer for x in (model, *inputs) for path, layer, _ in walk(x) if _is_flax_attention(layer)}
@@ -176,7 +176,8 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
             *_dropout_findings(dense, layers, merged),
             *_sparse_findings(merged),
         ]
-        return Diagnosis(tuple(_merged(findings)), _summary(merged, few))
+        summary = _summary(merged, few) + f"\n{traced.note}" * bool(traced.note)
+        return Diagnosis(tuple(_merged(findings)), summary)
 
 
 def _check_model(model: Any) -> None:
@@ -195,55 +196,6 @@ def _check_model(model: Any) -> None:
         to_do = _CALLS
     if to_do is not None:
         raise TypeError(f"model must be a callable of the inputs, got {kind}: {to_do}")
-
-
-def _arrays(model: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., None], list[Any], list[int]]:
-    """Returns a call of the model as a function of all its arrays, these arrays, and the numbers of those of data."""
-    is_partial = isinstance(model, functools.partial)
-    bound = (model.func, model.args, model.keywords) if is_partial else (model, (), {})
-    of_inputs = _are_data(inputs)
-    leaves, structure = jax.tree.flatten((bound, inputs))
-    are_data = [False] * len(jax.tree.leaves(bound))
-    for x, is_data in zip(inputs, of_inputs, strict=True):
-        are_data += [is_data] * len(jax.tree.leaves(x))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-    data = [number for number, i in enumerate(places) if are_data[i]]
-    if not data:
-        raise ValueError(f"inputs must hold an array or a jax.ShapeDtypeStruct at least, got {one_line(inputs)}")
-
-    def call(*values: Any) -> None:
-        filled = list(leaves)
-        for i, value in zip(places, values, strict=True):
-            filled[i] = value
-        (called, first, options), rest = jax.tree.unflatten(structure, filled)
-        if inspect.isgenerator(called(*first, *rest, **options)):
-            raise TypeError(
-                "model must compute when it is called, got a generator of results: write sl.diagnose(lambda *x: "
-                "list(model(*x)), ...)"
-            )
-
-    return call, [leaves[i] for i in places], data
-
-
-def _are_data(inputs: Sequence[Any]) -> list[bool]:
-    """Returns which inputs are data: arrays, and trees that mostly have their batch size; all others are weights."""
-    if iterators := [type(x).__name__ for x in inputs if isinstance(x, Iterator)]:
-        raise TypeError(
-            f"inputs must be pytrees of arrays, got {iterators[0]}: write next(batches) for one batch of it"
-        )
-    trees = [[x for x in jax.tree.leaves(tree) if isinstance(x, _ARRAYS)] for tree in inputs]
-    sizes = [collections.Counter(x.shape[0] for x in tree if x.shape) for tree in trees]
-    are_arrays = [isinstance(x, _ARRAYS) for x in inputs]
-    # An array of uint32 is a key of random numbers.
-    batches = {x.shape[0] for x in inputs if isinstance(x, _ARRAYS) and x.shape and x.dtype != "uint32"}
-    last = max((i for i, tree in enumerate(trees) if tree), default=-1)
-    if not batches and last >= 0:
-        batches = {size for size, _ in sizes[last].most_common(1)}
-        are_arrays[last] = True
-    return [
-        is_array or (not callable(x) and 2 * sum(count[n] for n in batches) > count.total())
-        for x, is_array, count in zip(inputs, are_arrays, sizes, strict=True)
-    ]
 
 
 def _trace(call: Callable[..., None], arrays: Sequence[Any]) -> Any:

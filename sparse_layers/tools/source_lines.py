@@ -11,7 +11,7 @@ _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = "jax", "jaxlib", "flax", "haiku", "equinox", _PACKAGE
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 # The file that calls the model: frames beyond it belong to its caller.
-_DOOR = os.path.join(os.path.dirname(__file__), "diagnose.py")
+_DOOR = os.path.join(os.path.dirname(__file__), "traced_inputs.py")
 
 
 class Source(NamedTuple):

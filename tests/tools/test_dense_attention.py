@@ -146,7 +146,7 @@ def test_few_queries_are_left_out():
 
     diagnosis = sl.diagnose(pool, WEIGHTS, X)
     assert diagnosis.findings == ()
-    assert diagnosis.summary.endswith("1 call of dense attention with fewer than 16 queries or 128 keys")
+    assert "1 call of dense attention with fewer than 16 queries or 128 keys" in diagnosis.summary
 
 
 # Nothing tells a codebook with heads that is an input by itself from a sequence that is one.
@@ -182,6 +182,17 @@ STACKED = {name: shaped(5, *shape) for name, shape in SHAPES.items()}
 BATCH = {"x": X, "mask": shaped(B, T), "positions": shaped(1, T)}
 
 
+POSITIONS, SQUARE, CLASSES = jax.ShapeDtypeStruct((T,), "int32"), jax.ShapeDtypeStruct((T, T), "bool"), shaped(10)
+AVERAGES = {"mean": WEIGHTS, "variance": WEIGHTS, "count": jax.ShapeDtypeStruct((), "int32")}
+SCALARS = {"rate": jax.ShapeDtypeStruct((), "float32"), "step": jnp.int32(3)}
+
+
+def batch_and(*more, first=(WEIGHTS,)):
+    """Inputs whose first one is the weights, and the last but ``more`` a batch."""
+    position = len(first)
+    return lambda *inputs: (inputs[0], inputs[position]["x"]), (*first, BATCH, *more)
+
+
 @pytest.mark.parametrize(
     ("arguments", "inputs"),
     [
@@ -190,13 +201,45 @@ BATCH = {"x": X, "mask": shaped(B, T), "positions": shaped(1, T)}
         (lambda w, batch: (w, batch["x"]), (WEIGHTS, BATCH)),
         (lambda w, key, batch: (w, batch["x"]), (WEIGHTS, KEY, BATCH)),
         (lambda w, x: ({name: array[0] for name, array in w.items()}, x), (STACKED, X)),
+        (lambda w, x: ({name: array[0] for name, array in w.items()}, x), (STACKED, shaped(5, T, D))),
+        batch_and(jax.random.key(0)),
+        batch_and(jax.random.PRNGKey(0)),
+        batch_and(nnx.Rngs(0)),
+        batch_and(jnp.int32(3)),
+        batch_and(POSITIONS),
+        batch_and(SQUARE),
+        batch_and(CLASSES),
+        batch_and(SCALARS),
+        batch_and(KEY, first=(WEIGHTS, AVERAGES)),
+        batch_and(first=(WEIGHTS, WEIGHTS)),
     ],
-    ids=["weights first", "weights last", "a batch", "a key", "stacked layers"],
+    ids=[
+        *("weights first", "weights last", "a batch", "a key", "stacked layers", "as many layers as entries"),
+        *("batch, key", "batch, PRNGKey", "batch, Rngs", "batch, step", "batch, positions", "batch, mask"),
+        *("batch, classes", "batch, scalars", "an optimizer", "averages"),
+    ],
 )
 def test_which_inputs_are_weights(arguments, inputs):
-    """A table of weights has no dense attention, and data has."""
+    """A table of weights has no dense attention, and data has. So it is inside `jit`."""
     assert sl.diagnose(lambda *inputs: projected_codebook(*arguments(*inputs)), *inputs).findings == ()
-    assert lengths(sl.diagnose(lambda *inputs: dense(*arguments(*inputs)), *inputs)) == [(T, T)]
+    for transform in (lambda f: f, jax.jit):
+        attend = transform(lambda *inputs: dense(*arguments(*inputs)))
+        assert lengths(sl.diagnose(attend, *inputs)) == [(T, T)]
+
+
+@pytest.mark.parametrize("extra", [jax.random.key(0), POSITIONS, SQUARE, SCALARS], ids=lambda x: type(x).__name__)
+def test_a_batch_is_data_where_the_model_has_the_weights(extra):
+    model = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0))
+    inputs = {"x": X}, extra
+    alone = sl.diagnose(lambda model, batch, _: model(batch["x"]), model, *inputs)
+    bound = sl.diagnose(functools.partial(lambda w, batch, _: dense(w, batch["x"]), WEIGHTS), *inputs)
+    for diagnosis in (alone, bound):
+        assert lengths(diagnosis) == [(T, T)] and "taken for" not in diagnosis.summary
+
+
+def test_the_summary_says_which_inputs_are_data():
+    summary = sl.diagnose(lambda w, batch, key: dense(w, batch["x"]), WEIGHTS, BATCH, KEY).summary
+    assert "taken for data: inputs[1]; taken for weights: inputs[0] (bind weights by functools.partial" in summary
 
 
 # --- masks, soft caps and sinks --------------------------------------------------------------------------------------

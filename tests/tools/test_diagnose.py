@@ -74,7 +74,7 @@ def test_attention_is_found_however_it_is_called(function, call):
     options = ", sinks=sinks" if function.__name__ in ("by_hand", "with_sinks") else ""
     code = f"write sl.block_sparse_attention(query, key, value, pattern{options}) in place of the two products"
     assert code in finding.advice
-    assert diagnosis.summary == "sparse attention: no calls"
+    assert diagnosis.summary.split("\n")[0] == "sparse attention: no calls"
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -83,7 +83,7 @@ def test_nothing_else_is_taken_for_attention(function, call):
     transform, takes_weights = CALLS[call]
     diagnosis = sl.diagnose(transform(function), *([WEIGHTS] if takes_weights else []), X)
     assert diagnosis.findings == ()
-    assert str(diagnosis) == "nothing to change\n\nsparse attention: no calls"
+    assert str(diagnosis).startswith("nothing to change\n\nsparse attention: no calls")
 
 
 def test_blocks_with_a_bias_are_no_dense_attention():
@@ -103,7 +103,7 @@ def test_layers_of_a_scan_count_as_often_as_they_run():
     for function in (model, jax.grad(lambda w, x: model(w, x).sum())):
         diagnosis = sl.diagnose(function, stacked, X)
         assert only(diagnosis, "dense attention").times == 5
-        assert diagnosis.summary == f"sparse attention: 5 calls of 'xla' on {jax.default_backend()}"
+        assert diagnosis.summary.startswith(f"sparse attention: 5 calls of 'xla' on {jax.default_backend()}")
 
 
 def test_loops_and_branches_are_read():
@@ -329,7 +329,7 @@ def test_haiku():
     transformed = hk.transform(model)
     params = jax.eval_shape(transformed.init, jax.random.key(0), X)
     diagnosis = sl.diagnose(functools.partial(transformed.apply, params, None), X)
-    assert diagnosis == sl.diagnose(transformed.apply, params, None, X)
+    assert diagnosis.findings == sl.diagnose(transformed.apply, params, None, X).findings
     finding = only(diagnosis, "dense attention")
     assert finding.where.endswith("test_haiku.<locals>.model (multi_head_attention)")
     assert finding.advice.startswith("write sparse_layers.haiku.SparseSelfAttention(..., pattern=pattern, seq_len=512)")
@@ -358,7 +358,7 @@ def attend(pattern, **options):
 
 def test_a_model_without_attention():
     diagnosis = sl.diagnose(nnx.Linear(D, D, rngs=nnx.Rngs(0)), X)
-    assert str(diagnosis) == "nothing to change\n\nsparse attention: no calls"
+    assert str(diagnosis).startswith("nothing to change\n\nsparse attention: no calls")
 
 
 @pytest.mark.parametrize("make", [sl.SparseTransformerBlock, sl.NativeSparseAttention], ids=lambda x: x.__name__)
