@@ -14,54 +14,25 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from ..masks.algebra import Array, Mask
 from ..ops.planning.blocks import outside_trace
 from ..ops.recorded_calls import split_marks
+from .dense_masks import JOINING, RESHAPING, DenseMask, allowed_pairs, evaluation
 from .jaxpr_axes import Axis, differs, full_axis, is_block, longest, reshaped, sources
-from .recognition import recognize
 from .source_lines import Source, source_of
 
 _MAX_EVALUATED = 1 << 26  # elements of a mask that is computed to recognize it, 8192 x 8192
-_HIDDEN = -1e4  # a bias below it hides a pair
-_JOINING = {"add", "sub", "mul", "div", "select_n", "and", "or", "min", "max"}
 _RANDOM = {"random_bits", "threefry2x32", "rng_bit_generator"}
 _TINY = 1e-3  # a constant below it in the sum of a softmax keeps it from 0, and is no sink
 _RESIZING = {"concatenate", "pad", "slice", "dynamic_slice"}  # these may add sinks to scores, and remove them
 _BACKWARD = "transpose("  # in the name stacks of gradients
-_ELEMENTWISE = _JOINING | {"not", "xor", "eq", "ne", "lt", "le", "gt", "ge", "neg", "convert_element_type"}
-_RESHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
+_COMPARING = {"lt", "le", "gt", "ge"}
 _BUILDING = "cum", "dynamic_update_slice", "pad", "scatter"
 _LEFT, _RIGHT = "left", "right"  # sides of the product that makes scores
-
-
-@dataclasses.dataclass(eq=False)
-class DenseMask:
-    """An array of pairs of queries and keys that joins scores."""
-
-    shape: tuple[int, ...]  # without axes along which it is repeated
-    dtype: str
-    line: str  # that built it, or "an input", "a parameter", "a constant"
-    is_partial: bool  # True if inputs hide more pairs than ``allowed`` does
-    is_large: bool  # True if it is constant, and too large to compute it
-    # Computes the bool array of allowed pairs, [T, S] or its transpose; returns None if inputs decide it.
-    allowed: Callable[[], np.ndarray | None]
-    keys_first: bool = False  # True if the scores are the product of keys and queries, in this order
-
-    @functools.cached_property
-    def pattern(self) -> Mask | None:
-        """Masks that allow the same pairs: an `Array` if no expression is known; None if inputs decide them."""
-        pairs = self.allowed()
-        if pairs is None:
-            return None
-        array = Array(pairs.T if self.keys_first else pairs)
-        rewritten = recognize(array, len(pairs)) if pairs.shape[0] == pairs.shape[1] else None
-        return array if rewritten is None else rewritten[0]
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,6 +54,10 @@ class DenseAttention:
     has_dropout: bool = False
     has_soft_cap: bool = False
     has_sinks: bool = False
+    head_size: int = 0  # features that the product sums over
+    scale: float | None = None  # the factor of the scores after their product; None if it is no constant
+    mixes_heads: bool = False  # True if a product joins scores or weights of several heads
+    has_threshold: bool = False  # True if scores are compared with a number that is computed from data
     masks: list[DenseMask] = dataclasses.field(default_factory=list)
 
 
@@ -95,6 +70,14 @@ class SparseCall:
     times: int
 
 
+class _Scores(NamedTuple):
+    """How a value is a function of scores, pair by pair."""
+
+    sides: tuple[str, ...]  # of each axis, "" for none
+    exponentiated: bool = False
+    factor: float | None = 1.0  # of the scores before their exponentials; None if it is no constant
+
+
 @dataclasses.dataclass(eq=False)
 class _Value:
     """A variable of a jaxpr, with what is known of it."""
@@ -103,9 +86,7 @@ class _Value:
     dtype: str
     axes: Sequence[Axis]
     inputs: frozenset[int] = frozenset()  # numbers of the arrays that it depends on; random bits depend on none
-    # For each attention whose scores it is a function of: the side of each axis, "" for none, and whether it is a
-    # function of their exponentials.
-    scores: dict[DenseAttention, tuple[tuple[str, ...], bool]] = dataclasses.field(default_factory=dict)
+    scores: dict[DenseAttention, _Scores] = dataclasses.field(default_factory=dict)
     is_random: bool = False  # True if it depends on random bits and constants alone
     summed: frozenset[DenseAttention] = frozenset()  # the attention whose exponentials it is the sum of
     built: Source | None = None  # of the equation that made it differ along two axes; None if no equation did
@@ -317,12 +298,15 @@ class _Reader:
         if any(x.scores or x.summed for x in values):
             if _BACKWARD not in path:
                 _note_softmax(equation, values, result)
-                for i, x in enumerate(values if name in _JOINING else ()):
-                    for attention, (sides, exponentiated) in x.scores.items():
+                for i, x in enumerate(values if name in JOINING else ()):
+                    for attention, (sides, exponentiated, _) in x.scores.items():
                         for operand in values:
                             self._join(attention, sides, exponentiated, operand, name, i)
+                if name in _COMPARING and any(x.inputs & self._data for x in values if not x.scores):
+                    for attention in result.scores:
+                        attention.has_threshold = True
             return result
-        result.evaluate = _evaluation(equation, values, result)
+        result.evaluate = evaluation(equation, values, result)
         result.constant = None if result.evaluate else self._constant_part(equation, values, path)
         return result
 
@@ -339,9 +323,10 @@ class _Reader:
         (batch, q_len, heads, _), (kv_len, *_), source = values[0].shape, values[1].shape[1:], self._source(equation)
         if _BACKWARD not in path and not self._trial and not source.is_ours:
             shape, scopes = (batch, heads, q_len, kv_len), split_marks(path)[0]
-            self.attention.append(
-                DenseAttention(shape, values[0].dtype, scopes, source, times, {}, q_len=q_len, kv_len=kv_len)
-            )
+            attention = DenseAttention(shape, values[0].dtype, scopes, source, times, {}, q_len=q_len, kv_len=kv_len)
+            attention.head_size = values[0].shape[3]
+            attention.scale = equation.params.get("scale", attention.head_size**-0.5)
+            self.attention.append(attention)
         return self._unknown(equation, values)
 
     def _product(self, equation: Any, values: list[_Value], path: str, times: int) -> _Value:
@@ -351,6 +336,8 @@ class _Reader:
         result = self._elementwise(equation, values, path)
         if _BACKWARD in path:
             return result
+        for attention in result.scores:
+            attention.mixes_heads = True
         for weights, axes, shared, value in (
             (left, contracted[0], batch[0], right),
             (right, contracted[1], batch[1], left),
@@ -375,7 +362,8 @@ class _Reader:
             )
             scopes, operands = split_marks(path)[0], {_LEFT: left, _RIGHT: right}
             attention = DenseAttention(result.shape, result.dtype, scopes, source, times, operands, bool(batch[0]))
-            result.scores[attention] = sides, False
+            attention.head_size = math.prod(left.shape[i] for i in contracted[0])
+            result.scores[attention] = _Scores(sides)
         return result
 
     def _may_be_scores(self, left: _Value, right: _Value) -> bool:
@@ -387,7 +375,7 @@ class _Reader:
         self, attention: DenseAttention, weights: _Value, axes: Sequence[int], shared: Sequence[int], value: _Value
     ) -> bool:
         """True if values are summed over the keys of scores; notes which side that is, and the lengths."""
-        sides, exponentiated = weights.scores[attention]
+        sides, exponentiated, _ = weights.scores[attention]
         summed = {sides[i] for i in axes if weights.shape[i] > 1}
         if not exponentiated or attention in value.scores or len(summed) != 1 or not (key_side := summed.pop()):
             return False
@@ -441,7 +429,7 @@ class _Reader:
             size = math.prod(constant.distinct_shape)
         is_large = constant.evaluate is not None and size > _MAX_EVALUATED
         origin = "an input" if x.inputs & self._data else "a parameter" if x.evaluate is None else "a constant"
-        allowed = functools.partial(_allowed, constant, name, operand, (pair[_LEFT], pair[_RIGHT]))
+        allowed = functools.partial(allowed_pairs, constant, name, operand, (pair[_LEFT], pair[_RIGHT]))
         attention.masks.append(
             DenseMask(
                 tuple(n for n in x.distinct_shape if n > 1),
@@ -463,9 +451,9 @@ def _joined(x: _Value, y: _Value) -> _Value:
 
 def _scores(name: str, values: list[_Value], origins: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> Any:
     """Returns the scores that a result is a function of: those of its operands that keep axes of both sides."""
-    scores: dict[DenseAttention, tuple[tuple[str, ...], bool]] = {}
+    scores: dict[DenseAttention, _Scores] = {}
     for k, x in enumerate(values):
-        for attention, (sides, exponentiated) in x.scores.items():
+        for attention, (sides, exponentiated, factor) in x.scores.items():
             kept = []
             for n, origin in zip(shape, origins, strict=True):
                 axes = [i for operand, i in origin if operand == k]
@@ -473,19 +461,35 @@ def _scores(name: str, values: list[_Value], origins: list[list[tuple[int, int]]
                 side = {sides[i] for i in axes}
                 kept.append(side.pop() if len(side) == 1 and not resized and n > 1 else "")
             if {_LEFT, _RIGHT} <= set(kept):
-                exponentiated = exponentiated or name in ("exp", "exp2")
+                if name in ("mul", "div") and not exponentiated:
+                    factor = _scaled(factor, name, k, values[1 - k])
+                elif name in ("exp", "exp2") and not exponentiated:
+                    exponentiated = True
+                    attention.scale = factor if name == "exp" or factor is None else factor * math.log(2)
                 if attention in scores:  # one operand may be a maximum or a sum of the scores
-                    kept = [a or b for a, b in zip(scores[attention][0], kept, strict=True)]
-                    exponentiated = exponentiated or scores[attention][1]
-                scores[attention] = tuple(kept), exponentiated
+                    first = scores[attention]
+                    kept = [a or b for a, b in zip(first.sides, kept, strict=True)]
+                    exponentiated, factor = exponentiated or first.exponentiated, first.factor
+                scores[attention] = _Scores(tuple(kept), exponentiated, factor)
     return scores
+
+
+def _scaled(factor: float | None, name: str, operand: int, x: _Value) -> float | None:
+    """Returns the factor of scores, which are an operand of a product or a quotient with another value."""
+    if x.scores or x.is_pairwise:
+        return factor
+    if factor is None or x.evaluate is None or math.prod(x.distinct_shape) > 1 or (name == "div" and operand == 1):
+        return None
+    with outside_trace():
+        number = float(np.asarray(x.evaluate()).item())
+    return factor * number if name == "mul" else factor / number
 
 
 def _note_softmax(equation: Any, values: list[_Value], result: _Value) -> None:
     """Notes the sums of a softmax, its sinks, and soft caps, at an equation on scores or their sums."""
     name, params = equation.primitive.name, equation.params
     for x in values:
-        for attention, (sides, exponentiated) in x.scores.items():
+        for attention, (sides, exponentiated, _) in x.scores.items():
             if name == "reduce_sum" and exponentiated:
                 removed = {sides[i] for i in params["axes"] if x.shape[i] > 1}
                 attention.softmax = removed if attention.softmax is None else attention.softmax
@@ -496,7 +500,7 @@ def _note_softmax(equation: Any, values: list[_Value], result: _Value) -> None:
                 extended = {side for side, n, size in zip(sides, x.shape, result.shape, strict=True) if n < size}
                 attention.extended |= extended
     summed = frozenset().union(*(x.summed for x in values))
-    if name in (*_RESHAPING, "convert_element_type"):
+    if name in (*RESHAPING, "convert_element_type"):
         result.summed = summed
     elif name == "add":
         terms = [x for x in values if not x.summed and not x.scores]
@@ -510,41 +514,3 @@ def _is_tiny(x: _Value) -> bool:
         return False
     with outside_trace():
         return bool(np.asarray(x.evaluate()).item() < _TINY)
-
-
-# --- masks -----------------------------------------------------------------------------------------------------------
-
-
-def _allowed(x: _Value, name: str, operand: int, pair: tuple[int, int]) -> np.ndarray | None:
-    """Returns the pairs that a mask allows, by the axes ``pair``; ``operand`` is the number of the scores."""
-    if x.evaluate is None:
-        return None
-    with outside_trace():
-        array = np.moveaxis(np.asarray(x.evaluate()), pair, (-2, -1))
-    pairs, *repeated = array.reshape(-1, *array.shape[-2:])
-    if not all(np.array_equal(pairs, x) for x in repeated):
-        return None
-    if name == "select_n" and x.dtype == "bool":
-        return pairs if operand == 2 else ~pairs
-    is_mask = name == "add" and bool(np.all((pairs == 0) | (pairs < _HIDDEN)))
-    return pairs == 0 if is_mask else None
-
-
-def _evaluation(equation: Any, values: list[_Value], result: _Value) -> Callable[[], Any] | None:
-    """Returns what computes a result without the axes along which it does not differ; None if inputs decide it."""
-    if any(x.evaluate is None for x in values):
-        return None
-    name, shape = equation.primitive.name, result.distinct_shape
-
-    def compute():
-        arrays = [jnp.asarray(x.evaluate()) for x in values if x.evaluate is not None]
-        if name in _RESHAPING and arrays[0].size == math.prod(shape):
-            return arrays[0].reshape(shape)
-        if name in _ELEMENTWISE:
-            arrays = jnp.broadcast_arrays(*arrays)
-        elif name != "transpose":
-            arrays = [jnp.broadcast_to(array, x.shape) for array, x in zip(arrays, values, strict=True)]
-        array = equation.primitive.bind(*arrays, **equation.params)
-        return array if array.shape == shape else array[tuple(slice(n) for n in shape)]
-
-    return functools.cache(compute)

@@ -24,7 +24,8 @@ from ..ops.planning.plan import Plan
 from ..ops.planning.platforms import FALLBACK, assume_gpu, platform
 from ..ops.recorded_calls import record_calls
 from .advice import advice, mask_name
-from .dense_attention import DenseAttention, DenseMask, SparseCall, find_attention
+from .dense_attention import DenseAttention, SparseCall, find_attention
+from .dense_masks import DenseMask
 from .source_lines import Source
 from .subjects import is_linen, plans_of, walk
 from .traced_inputs import traced_inputs
@@ -32,6 +33,8 @@ from .traced_inputs import traced_inputs
 _MIN_KEYS = 128  # fewer keys are one block of the kernels, and no pattern saves anything
 _MIN_QUERIES = 16  # fewer rows do not fill a tile of matrix units: decoding, or pooling with a few seeds
 _FEW_KEYS = 2000  # below it, dense attention is often as fast (docs/when_dense.md)
+_SAME_SCALE = 0.01  # bfloat16 rounds factors
+_LEFT_OUT = "leave this array out of the call"
 _PATHS = 4  # most paths of modules in a line
 _OP = "sl.block_sparse_attention(query, key, value, {pattern}{options})"
 _CALLS = (
@@ -269,13 +272,43 @@ def _replacement(attention: DenseAttention) -> str:
         if attention.source.calls(library, function):
             code = (is_cross and for_cross) or replacement
             break
+    is_scaled = attention.source.calls("jax", "dot_product_attention") or not _in_library(attention.source)
     capped, sinks = attention.has_soft_cap, attention.has_sinks
     options = ", logits_soft_cap=cap" * capped + ", sinks=sinks" * sinks
+    scale, default = attention.scale, attention.head_size**-0.5
+    is_default = scale is not None and math.isclose(scale, default, rel_tol=_SAME_SCALE)
+    if is_scaled and not is_default:
+        options += f", scale={1 if scale is None else scale:.6g}"
     pattern = _code(masks[0]) if saves else "pattern"
     code = code.format(q_len=attention.q_len, kv_len=attention.kv_len, pattern=pattern, options=options)
     code += ", where scores become cap * tanh(scores / cap)" * capped
     code += f",{' and' * capped} where sinks [N] are the logits that join the softmax" * sinks
-    return code + "; sl.presets() lists patterns" * (not saves)
+    code += "; multiply query by the factor of the scores, which is no constant" * (is_scaled and scale is None)
+    return _obstacles(attention) + code + "; sl.presets() lists patterns" * (not saves)
+
+
+def _in_library(source: Source) -> bool:
+    """True if a library multiplies queries and keys, which may scale the queries before."""
+    return any(library in ("flax", "haiku", "equinox") for library, _ in source.callers)
+
+
+def _obstacles(attention: DenseAttention) -> str:
+    """Returns why attention has no sparse form of the same results, before what to write; "" if it has one."""
+    if attention.mixes_heads:
+        return "this attention stays dense, because its heads mix scores or weights (talking heads); without that, "
+    if attention.has_threshold:
+        return (
+            "this attention stays dense, because a threshold of the scores decides its pairs (top-k); to select blocks "
+            "of keys instead, as sl.MoBA() does, "
+        )
+    if any(_is_bias(mask) for mask in attention.masks):
+        return "this attention stays dense with its bias, which sparse attention cannot add; if it only hides pairs, "
+    return ""
+
+
+def _is_bias(mask: DenseMask) -> bool:
+    """True if an array is added to scores, and is not known to hide pairs alone."""
+    return mask.dtype != "bool" and mask.pattern is None and not mask.differs_by_head and not mask.is_large
 
 
 def _mask_findings(attention: Sequence[DenseAttention]) -> Iterator[_Located]:
@@ -291,7 +324,9 @@ def _mask_advice(mask: DenseMask) -> str:
     by_input = "documents and padding are segment_ids, and what else differs by batch entry is order_ids"
     if mask.is_large:
         return "it is too large to compare with patterns: diagnose a shorter input, or write its rule as masks"
-    if expression is None and mask.dtype != "bool":
+    if mask.differs_by_head:
+        return f"if it differs by head, write a tuple of masks, one for each head; {by_input}"
+    if _is_bias(mask):
         return (
             "if it hides pairs, write it as a pattern; sparse attention adds no bias to logits: sl.Rope encodes "
             "positions, else this attention stays dense"
@@ -300,8 +335,8 @@ def _mask_advice(mask: DenseMask) -> str:
         return f"its constant rule, such as causality, is the pattern; {by_input}"
     rule = f"the pattern {_code(expression)} allows the same pairs"
     if isinstance(expression, Array):
-        rule = "no input decides it: the pattern is this mask as a numpy bool array [T, S], or masks of the same rule"
-    return f"{rule} up to what inputs decide: {by_input}" if mask.is_partial else rule
+        rule = "it depends on no input: write it as a numpy bool array [T, S] or as masks of the same rule"
+    return f"{rule}, except pairs that an input hides: {by_input}" if mask.is_partial else f"{rule}; {_LEFT_OUT}"
 
 
 def _code(mask: Mask) -> str:

@@ -245,6 +245,7 @@ def test_the_summary_says_which_inputs_are_data():
 # --- masks, soft caps and sinks --------------------------------------------------------------------------------------
 
 LONG = 4096
+LEFT_OUT = "leave this array out of the call"
 ALL_HEADS = (2, 4, LONG, LONG)
 
 
@@ -268,7 +269,7 @@ def test_a_mask_is_compared_before_it_is_repeated(mask):
 
     attention, dense_mask = sl.diagnose(attend, shaped(2, LONG, 4, 16)).findings
     assert dense_mask.what.startswith(f"bool [{LONG}, {LONG}], 16.0 MiB")
-    assert dense_mask.advice == "the pattern sl.Window(left=63, right=0) allows the same pairs"
+    assert dense_mask.advice == f"the pattern sl.Window(left=63, right=0) allows the same pairs; {LEFT_OUT}"
     assert "value, sl.Window(left=63, right=0))" in attention.advice
 
 
@@ -276,13 +277,23 @@ def test_a_mask_that_the_model_holds_is_a_constant():
     mask = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, 4, T, T))
     q = shaped(B, T, 4, 16)
     finding = sl.diagnose(lambda q: jax.nn.dot_product_attention(q, q, q, mask=mask), q).findings[1]
-    assert finding.where == "a constant" and finding.advice == "the pattern sl.Causal() allows the same pairs"
+    assert finding.where == "a constant"
+    assert finding.advice == f"the pattern sl.Causal() allows the same pairs; {LEFT_OUT}"
     by_head = np.stack([np.tri(T, dtype=bool), np.ones((T, T), bool)] * 2)[None]
     finding = sl.diagnose(lambda q: jax.nn.dot_product_attention(q, q, q, mask=by_head), q).findings[1]
-    assert finding.advice.startswith("its constant rule, such as causality, is the pattern")
+    assert finding.advice.startswith("if it differs by head, write a tuple of masks, one for each head; documents and")
     bias = {"bias": shaped(4, T, T)}
     finding = sl.diagnose(lambda w, q: jax.nn.dot_product_attention(q, q, q, bias=w["bias"][None]), bias, q).findings[1]
     assert finding.where == "a parameter"
+
+
+def test_masks_are_compared_on_all_pairs():
+    """One pair in 16 million differs, far from the diagonal and from the corners."""
+    mask = np.tri(LONG, dtype=bool)
+    mask[2741, 1063] = False
+    q = shaped(1, LONG, 1, 16)
+    finding = sl.diagnose(lambda q: jax.nn.dot_product_attention(q, q, q, mask=mask), q).findings[1]
+    assert finding.advice.startswith("it depends on no input: write it as a numpy bool array [T, S]")
 
 
 def test_masks_that_cumulative_sums_and_scatters_build():
@@ -320,6 +331,57 @@ def with_cap_and_sinks(q, cap, sink):
 def test_soft_caps_and_sinks_have_arguments(cap, sink):
     (finding,) = sl.diagnose(functools.partial(with_cap_and_sinks, cap=cap, sink=sink), X4).findings
     options = ", logits_soft_cap=cap" * cap + ", sinks=sinks" * (sink != "epsilon")
-    assert f"sl.block_sparse_attention(query, key, value, pattern{options})" in finding.advice
+    assert f"sl.block_sparse_attention(query, key, value, pattern{options}, scale=1)" in finding.advice
     assert ("cap * tanh(scores / cap)" in finding.advice) == cap
     assert ("sinks [N] are the logits" in finding.advice) == (sink != "epsilon")
+
+
+def scaled(q, factor, transform=jax.nn.softmax):
+    return jnp.einsum("bnts,bsnh->btnh", transform(factor(jnp.einsum("btnh,bsnh->bnts", q, q))), q)
+
+
+def base_2(scores):
+    weights = jnp.exp2(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("attend", "scale"),
+    [
+        (lambda q: jax.nn.dot_product_attention(q, q, q), None),
+        (lambda q: jax.nn.dot_product_attention(q, q, q, scale=1.0, local_window_size=(63, 0)), "1"),
+        (lambda q: scaled(q, lambda s: s * 0.25), None),
+        (lambda q: scaled(q, lambda s: s / jnp.sqrt(16)), None),
+        (lambda q: scaled(q.astype(jnp.bfloat16), lambda s: s * jnp.bfloat16(0.251)), None),
+        (lambda q: scaled(q, lambda s: s / 64), "0.015625"),
+        (lambda q: scaled(q * 0.25, lambda s: s), "1"),
+        (lambda q: scaled(q, lambda s: 30 * jnp.tanh(s / 4 / 30)), None),
+        (lambda q: scaled(q, lambda s: s / 4 * np.log2(np.e), base_2), None),
+        (lambda q: scaled(q, lambda s: jnp.where(window()[:T, :T], s / 8, -1e9)), "0.125"),
+    ],
+    ids=["jax", "jax, 1", "default", "root", "bfloat16", "muP", "scaled query", "cap", "exp2", "masked"],
+)
+def test_the_scale_is_named_unless_it_is_the_default(attend, scale):
+    """The factor of the scores, which are products of heads of 16; `block_sparse_attention` multiplies by 1 / 4."""
+    advice = sl.diagnose(attend, X4).findings[0].advice
+    assert re.findall(r"scale=([\d.]+)\)", advice) == ([] if scale is None else [scale])
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1, 1)], ids=["one", "by head"])
+def test_a_factor_that_is_no_constant(shape):
+    weights = {"temperature": shaped(*shape)}
+    text = str(sl.diagnose(lambda w, q: scaled(q, lambda s: s * w["temperature"]), weights, X4))
+    assert "pattern, scale=1)" in text and "multiply query by the factor of the scores, which is no constant" in text
+
+
+def test_top_k_stays_dense():
+    def keep_8(scores):
+        return jnp.where(scores >= jax.lax.top_k(scores, 8)[0][..., -1:], scores, -jnp.inf)
+
+    def keep_finite(scores):
+        return jnp.where(scores > -1e30, scores, -jnp.inf)
+
+    text = "this attention stays dense, because a threshold of the scores decides its pairs (top-k)"
+    for transform, stays_dense in ((keep_8, True), (keep_finite, False)):
+        advice = sl.diagnose(lambda q, f=transform: scaled(q, f), X4).findings[0].advice
+        assert advice.startswith(text) == stays_dense and "write sl.block_sparse_attention" in advice

@@ -72,8 +72,9 @@ def test_attention_is_found_however_it_is_called(function, call):
     assert f"of {T // blocks} queries and {T} keys" in finding.what
     assert re.search(r"diagnosed_models.py:\d+ in ", finding.where)
     options = ", sinks=sinks" if function.__name__ in ("by_hand", "with_sinks") else ""
-    code = f"write sl.block_sparse_attention(query, key, value, pattern{options}) in place of the two products"
+    code = f"write sl.block_sparse_attention(query, key, value, pattern{options}, scale=1) in place of the two products"
     assert code in finding.advice
+    assert ("stays dense, because its heads mix" in finding.advice) == (function.__name__ == "talking_heads")
     assert diagnosis.summary.split("\n")[0] == "sparse attention: no calls"
 
 
@@ -161,7 +162,10 @@ def lower():
         (lambda: jnp.where(lower(), 0, -1e9), "the pattern sl.Causal() allows the same pairs"),
         (lambda: jnp.where(jnp.triu(lower().T, 1), -jnp.inf, 0)[None, None], "the pattern sl.Causal() allows"),
         (lambda: jnp.where(NEAR, 0, -1e9), "the pattern sl.Window(left=63, right=0) allows the same pairs"),
-        (lambda: jnp.where(np.eye(T) + np.random.default_rng(0).random((T, T)) > 0.5, 0, -1e9), "this mask as a numpy"),
+        (
+            lambda: jnp.where(np.eye(T) + np.random.default_rng(0).random((T, T)) > 0.5, 0, -1e9),
+            "numpy bool array [T, S]",
+        ),
         (lambda: -abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(float), "adds no bias to logits: sl.Rope"),
     ],
     ids=["lower", "upper", "numpy", "random", "alibi"],
@@ -170,8 +174,10 @@ def test_masks_that_are_added_to_scores(bias, advice):
     diagnosis = sl.diagnose(lambda w, x: dense(w, x, bias()), WEIGHTS, X)
     assert kinds(diagnosis) == [("dense attention", 1), ("dense mask", 1)]
     assert advice in only(diagnosis, "dense mask").advice
+    attention = only(diagnosis, "dense attention").advice
+    assert attention.startswith("this attention stays dense with its bias") == ("adds no bias" in advice)
     if "Window" in advice:
-        assert "(query, key, value, sl.Window(left=63, right=0))" in only(diagnosis, "dense attention").advice
+        assert "(query, key, value, sl.Window(left=63, right=0), scale=1)" in only(diagnosis, "dense attention").advice
 
 
 def test_a_bias_or_mask_of_inputs():
@@ -201,7 +207,9 @@ def test_causality_and_padding_together(padding):
         return layer(x, mask=nnx.combine_masks(nnx.make_causal_mask(valid), hidden))
 
     advice = only(sl.diagnose(model, layer, X, SHAPED((B, T), "bool")), "dense mask").advice
-    assert advice.startswith("the pattern sl.Causal() allows the same pairs up to what inputs decide: documents and")
+    assert advice.startswith(
+        "the pattern sl.Causal() allows the same pairs, except pairs that an input hides: documents and"
+    )
     alone = sl.diagnose(lambda layer, x, valid: layer(x, mask=valid[:, None, None]), layer, X, SHAPED((B, T), "bool"))
     assert kinds(alone) == [("dense attention", 1)]
 
