@@ -59,7 +59,7 @@ def _owner(function: Callable[..., Any]) -> str:
 @functools.cache
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     parameters = inspect.signature(function).parameters.values()
-    open_ended = (get_args(p.annotation)[0] for p in parameters if p.kind is p.VAR_KEYWORD)
+    open_ended = (next(iter(get_args(p.annotation)), Any) for p in parameters if p.kind is p.VAR_KEYWORD)
     options = (getattr(kind, "__optional_keys__", {"**"}) for kind in open_ended)
     return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD).union(*options) - {"self", "cls"}
 

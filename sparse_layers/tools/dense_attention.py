@@ -71,7 +71,7 @@ class SparseCall:
 
 
 class _Scores(NamedTuple):
-    """How a value is a function of scores, pair by pair."""
+    """Scores of pairs that a value is a function of."""
 
     sides: tuple[str, ...]  # of each axis, "" for none
     exponentiated: bool = False

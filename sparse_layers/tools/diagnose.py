@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ..arguments.checks import strict_kwargs
+from ..arguments.checks import strict_kwargs, suggest
 from ..arguments.foreign import one_line
 from ..masks.algebra import Array, Mask
 from ..masks.counting import count
@@ -29,6 +29,7 @@ from .dense_masks import DenseMask
 from .source_lines import Source
 from .subjects import is_linen, plans_of, walk
 from .traced_inputs import traced_inputs
+from .traces import trace
 
 _MIN_KEYS = 128  # fewer keys are one block of the kernels, and no pattern saves anything
 _MIN_QUERIES = 16  # fewer rows do not fill a tile of matrix units: decoding, or pooling with a few seeds
@@ -111,7 +112,9 @@ class Diagnosis(NamedTuple):
 
 
 @strict_kwargs
-def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, int] | None = None) -> Diagnosis:
+def diagnose(
+    model: Callable[..., Any], *inputs: Any, device: str | tuple[int, int] | None = None, **options: Any
+) -> Diagnosis:
     """Traces a call of a model, and says which attention is dense, slow or refused in training, and what to write.
 
     Only constant masks are computed, so inputs and parameters may be shapes. These are found:
@@ -128,7 +131,8 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
 
     Args:
       model: a callable of the inputs: an NNX or Equinox model, ``module.apply`` of Linen, ``transformed.apply`` of
-        Haiku, a `functools.partial` of these, a bound Linen module or any function. A loss, or its gradient by
+        Haiku, a `functools.partial` of these, a bound Linen module or any function. Arguments by name are bound, as in
+        ``functools.partial(model, deterministic=True)``. A loss, or its gradient by
         `jax.grad`, shows what training does. An NNX module with state, such as dropout, must be the model or an input:
         a function that closes over it cannot change it.
       inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is. An array
@@ -136,6 +140,7 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
         tree is the weights, and the last one is a batch. Random keys and scalars do not count. The summary says what
         was taken for data if weights may be among the inputs.
       device: a GPU to trace for, as in `describe`; None for the device at hand.
+      options: none; arguments of the model's call are refused, with what to write.
 
     Returns:
       A `Diagnosis`: ``str`` returns the report, ``findings`` is a tuple of (kind, where, times, what, advice), and
@@ -144,7 +149,8 @@ def diagnose(model: Callable[..., Any], *inputs: Any, device: str | tuple[int, i
 
     Raises:
       TypeError: model is not callable, is a class, a mask, an unbound module or a compiled function, holds shapes that
-        are no inputs, or returns a generator; says what to write.
+        are no inputs, changes an NNX module that is no input, or returns a generator; says what to write.
+      RuntimeError: model calls cuDNN on a machine without it.
       ValueError: inputs hold no array; device is not known. Errors of the model itself are passed on.
       ModuleNotFoundError: device is given, and Triton is not installed.
 
@@ -160,13 +166,14 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
       <BLANKLINE>
       sparse attention: no calls
     """
+    _check_options(options)
     _check_model(model)
     gpu = None if device is None else device_named(device)
     if gpu is not None:
         check_triton()
     traced = traced_inputs(model, inputs)
     with assume_gpu(gpu), record_launches(), record_calls() as facts:
-        jaxpr = _trace(traced.call, traced.arrays)
+        jaxpr = trace(model, traced)
         op_calls = {number for number, fact in enumerate(facts) if "implementation" in fact}
         dense, sparse = find_attention(jaxpr, traced.data, op_calls)
         few = [x for x in dense if x.q_len < _MIN_QUERIES or x.kv_len < _MIN_KEYS]
@@ -181,6 +188,17 @@ sl.SparseSelfAttention(..., pattern=pattern, seq_len=4096), which has the same p
         ]
         summary = _summary(merged, few) + f"\n{traced.note}" * bool(traced.note)
         return Diagnosis(tuple(_merged(findings)), summary)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuses arguments of the model's call, which are bound to it."""
+    if options:
+        values = {name: x if isinstance(x, bool | int | float) else name for name, x in options.items()}
+        bound = ", ".join(f"{name}={x}" for name, x in values.items())
+        raise TypeError(
+            f"diagnose: unknown argument {suggest(next(iter(options)), ['device'])}; arguments of the model's call are "
+            f"bound: write sl.diagnose(functools.partial(model, {bound}), ...)"
+        )
 
 
 def _check_model(model: Any) -> None:
@@ -199,19 +217,6 @@ def _check_model(model: Any) -> None:
         to_do = _CALLS
     if to_do is not None:
         raise TypeError(f"model must be a callable of the inputs, got {kind}: {to_do}")
-
-
-def _trace(call: Callable[..., None], arrays: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a call; names shapes that the model holds in places that are not looked into."""
-    try:
-        return jax.make_jaxpr(call)(*arrays)
-    except (TypeError, AttributeError) as error:
-        if jax.ShapeDtypeStruct.__name__ not in str(error):
-            raise
-        raise TypeError(
-            "model must not close over jax.ShapeDtypeStruct, which only inputs and functools.partial may hold: write "
-            "sl.diagnose(module.apply, variables, x)"
-        ) from error
 
 
 def _is_flax_attention(layer: Any) -> bool:

@@ -226,6 +226,11 @@ def is_linen(value: Any) -> bool:
     return all(hasattr(type(value), name) for name in ("setup", "bind", "clone", "apply"))
 
 
+def is_nnx(value: Any) -> bool:
+    """True for modules, states, optimizers and random streams of NNX."""
+    return any(cls.__module__.startswith("flax.nnx") for cls in type(value).__mro__)
+
+
 def _unbound(value: Any) -> Any:
     """A module of Linen without the call that made it; all else as it is."""
     return value.clone(parent=None) if is_linen(value) else value

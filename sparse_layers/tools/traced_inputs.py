@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arguments.foreign import shown
+from .subjects import is_nnx
 
 _ARRAYS = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
 _KEY_SIZES = 2, 4  # of random keys in uint32
@@ -105,7 +106,7 @@ def _is_tree(x: Any) -> bool:
 
 def _is_module(x: Any) -> bool:
     """True for models, and for states, optimizers and random streams of NNX."""
-    return callable(x) or any(cls.__module__.startswith("flax.nnx") for cls in type(x).__mro__)
+    return callable(x) or is_nnx(x)
 
 
 def _counted(tree: Any) -> list[Any]:

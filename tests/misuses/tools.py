@@ -26,6 +26,7 @@ def command(line):
 def names():
     import jax
     from flax import linen as nn
+    from flax import nnx
     from matplotlib.figure import Figure
 
     import sparse_layers as sl
@@ -33,9 +34,19 @@ def names():
     def generate(x):
         yield x
 
+    async def generate_async(x):
+        return x
+
     shape = jax.ShapeDtypeStruct((2, 16), "float32")
+    dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+
+    def without_cudnn(q):
+        return jax.nn.dot_product_attention(*[q.astype("bfloat16").reshape(1, -1, 2, 8)] * 3, implementation="cudnn")
 
     return {
+        "closed_over": lambda x: dropout(x),
+        "cudnn": without_cudnn,
+        "generate_async": generate_async,
         "command": command,
         "generate": generate,
         "shape": shape,
@@ -75,6 +86,19 @@ MISUSES = [
     Misuse("sl.diagnose(jnp.sin, 3.0)", ValueError, "inputs", "(3.0,)", "must hold an array or a jax.ShapeDtypeStruct"),
     Misuse("sl.diagnose(jnp.sin, q, device='h1')", ValueError, "device", "'h1'", "must be the name of a GPU"),
     Misuse("sl.diagnose(jnp.sin, x=q)", TypeError, "diagnose", "'x'", "unknown argument"),
+    Misuse(
+        "sl.diagnose(jnp.sin, q, deterministic=True)",
+        TypeError,
+        "unknown argument",
+        "'deterministic'",
+        "functools.partial(model, deterministic=True)",
+    ),
+    Misuse("sl.diagnose(generate_async, q)", TypeError, "model", "an async function", "write a plain function"),
+    Misuse(
+        "sl.diagnose(closed_over, q)", TypeError, "model", "NNX module", "sl.diagnose(lambda model, x: model(x), model"
+    ),
+    Misuse("sl.diagnose(cudnn, q)", RuntimeError, "model", "cuDNN", "leave implementation out"),
+    Misuse("sl.diagnose(jnp.sin, list(range(1000)))", ValueError, "inputs", "([0, 1, 2, 3, 4, 5, ...],)", "must hold"),
     # describe
     Misuse("sl.describe(mask)", ValueError, "q_len", "None", "must be an integer >= 1 with a mask"),
     Misuse("sl.describe(mask, 4.0)", ValueError, "q_len", "4.0", "must be an integer >= 1"),

@@ -287,6 +287,17 @@ def test_nnx(is_training, takes_gradient):
     assert text.endswith(f"\n\n{diagnosis.summary}")
 
 
+@pytest.mark.parametrize("transform", [nnx.jit, lambda f: f, nnx.grad], ids=["jit", "none", "grad"])
+def test_a_module_that_a_function_closes_over_survives_the_error(transform):
+    model = Decoder(nnx.Rngs(0))
+    model.train()
+    call = transform(lambda model, tokens: model(tokens).sum())
+    with pytest.raises(TypeError, match="make the module its first input"):
+        sl.diagnose(lambda tokens: call(model, tokens), TOKENS)
+    assert model(jnp.zeros((1, T), int)).shape == (1, T, D)
+    assert kinds(sl.diagnose(call, model, TOKENS))[0] == ("dense attention", 2)
+
+
 class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x, _):
