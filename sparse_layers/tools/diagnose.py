@@ -122,8 +122,9 @@ def diagnose(
     - Attention that computes all scores: a softmax between two products, `jax.nn.dot_product_attention`, the layers of
       Flax, Haiku and Equinox. Its keys and values come from data; its queries may come from weights, as latents do.
       Attention in blocks, few queries or keys, and softmaxes over weights (routers, heads, codebooks) are left out.
-    - Dense masks and biases that join such scores, and masks that `block_sparse_attention` takes as JAX arrays. A mask
-      of at most 8192 x 8192 pairs that depends on no input is compared with patterns.
+      So are raw latents as queries, without a projection. Talking heads, top-k and biases are said to stay dense.
+    - Dense masks and biases that join such scores, and masks that `block_sparse_attention` takes as JAX arrays. All
+      pairs of a mask that depends on no input are compared with patterns, if it has at most 8192 x 8192.
     - Dropout of attention weights, which sparse attention refuses in training. Rates of NNX layers are read; of Linen
       layers, calls with ``deterministic=False`` show dropout.
     - Patterns made for a longer seq_len than what arrives.
@@ -136,9 +137,9 @@ def diagnose(
         `jax.grad`, shows what training does. An NNX module with state, such as dropout, must be the model or an input:
         a function that closes over it cannot change it.
       inputs: pytrees of arrays or of `jax.ShapeDtypeStruct`; everything else in them is passed on as it is. An array
-        is data, and a module is weights. Other trees are data if the model or a module has the weights. Else the first
-        tree is the weights, and the last one is a batch. Random keys and scalars do not count. The summary says what
-        was taken for data if weights may be among the inputs.
+        is data, and a module is weights. Other trees are data if the model or a module has the weights, or a function
+        closes over them. Else the first tree is the weights, and the last one is a batch. Random keys and scalars do
+        not count. The summary says what was taken for data if weights may be among the inputs.
       device: a GPU to trace for, as in `describe`; None for the device at hand.
       options: none; arguments of the model's call are refused, with what to write.
 

@@ -31,7 +31,7 @@ def traced_inputs(model: Callable[..., Any], inputs: tuple[Any, ...]) -> TracedI
     is_partial = isinstance(model, functools.partial)
     bound = (model.func, model.args, model.keywords) if is_partial else (model, (), {})
     has_weights = any(_is_tree(x) for x in (bound[0], *bound[1], *bound[2].values()))
-    of_inputs, note = _are_data(inputs, has_weights)
+    of_inputs, note = _are_data(inputs, has_weights, any(_is_tree(x) for x in closed_over(model)))
     leaves, structure = jax.tree.flatten((bound, inputs))
     are_data = [False] * len(jax.tree.leaves(bound))
     for x, is_data in zip(inputs, of_inputs, strict=True):
@@ -52,6 +52,17 @@ def traced_inputs(model: Callable[..., Any], inputs: tuple[Any, ...]) -> TracedI
     )
 
 
+def closed_over(model: Any) -> list[Any]:
+    """Returns the variables that a function closes over or reads as globals, and the object of a method."""
+    function = inspect.unwrap(model.func if isinstance(model, functools.partial) else model)
+    if inspect.ismethod(function):
+        return [function.__self__]
+    if not inspect.isfunction(function):
+        return []
+    variables = inspect.getclosurevars(function)
+    return [*variables.nonlocals.values(), *variables.globals.values()]
+
+
 def _check_result(result: Any) -> None:
     """Refuses results that are computed later, outside of the trace."""
     if inspect.iscoroutine(result):
@@ -63,11 +74,12 @@ def _check_result(result: Any) -> None:
     raise TypeError(f"model must compute when it is called, got {kind}: write {to_do}")
 
 
-def _are_data(inputs: Sequence[Any], has_weights: bool) -> tuple[list[bool], str]:
+def _are_data(inputs: Sequence[Any], has_weights: bool, closes_over: bool) -> tuple[list[bool], str]:
     """Returns which inputs are data, and a note if weights may be among the inputs.
 
     Arrays are data, and modules are weights. Random keys and scalars count for neither. Other trees are data if the
-    model or a module has the weights. Else the first tree is the weights, and the last one is a batch.
+    model or a module has the weights, or the model closes over a tree. Else the first tree is the weights, and the last
+    one is a batch.
     """
     if iterators := [type(x).__name__ for x in inputs if isinstance(x, Iterator)]:
         raise TypeError(
@@ -76,8 +88,9 @@ def _are_data(inputs: Sequence[Any], has_weights: bool) -> tuple[list[bool], str
     has_weights = has_weights or any(_is_module(x) and _is_tree(x) for x in inputs)
     trees = [i for i, x in enumerate(inputs) if _is_tree(x) and not _is_module(x)]
     arrays = {i for i, x in enumerate(inputs) if isinstance(x, _ARRAYS) and _counted(x)}
-    data = arrays | {i for i in trees if has_weights or _mostly(inputs[i], lambda x: x.dtype in _IDS)}
-    if not has_weights and trees:
+    are_elsewhere = has_weights or closes_over
+    data = arrays | {i for i in trees if are_elsewhere or _mostly(inputs[i], lambda x: x.dtype in _IDS)}
+    if not are_elsewhere and trees:
         data |= _batches(inputs, trees, data)
     note = ""
     if not has_weights and trees and len({*trees, *arrays}) > 1:

@@ -1,18 +1,17 @@
 """The trace of a diagnosed model, and errors of what cannot be traced."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from .subjects import is_nnx
-from .traced_inputs import TracedInputs
+from .traced_inputs import TracedInputs, closed_over
 
 
 def trace(model: Callable[..., Any], traced: TracedInputs) -> Any:
     """Returns the jaxpr of a call. An error leaves NNX modules that the model closes over as they were."""
-    fields = _closed_over(model)
+    fields = _fields(model)
     try:
         return jax.make_jaxpr(traced.call)(*traced.arrays)
     except Exception as error:
@@ -44,16 +43,12 @@ def _hint(error: Exception) -> str | None:
     return None
 
 
-def _closed_over(model: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the objects in NNX modules that a function closes over, with copies of their fields.
+def _fields(model: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the objects in NNX modules that a model closes over, with copies of their fields.
 
     Transformations of NNX take the fields of modules away during their trace.
     """
-    function = inspect.unwrap(model)
-    if not inspect.isfunction(function):
-        return []
-    variables = inspect.getclosurevars(function)
-    stack, fields = [*variables.nonlocals.values(), *variables.globals.values()], {}
+    stack, fields = closed_over(model), {}
     while stack:
         value = stack.pop()
         if is_nnx(value) and hasattr(value, "__dict__") and id(value) not in fields:

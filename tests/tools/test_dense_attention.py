@@ -14,6 +14,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from tests.tools.diagnosed_models import (
+    ARRAYS,
     NO_ATTENTION,
     SHAPES,
     WEIGHTS,
@@ -227,6 +228,14 @@ def test_which_inputs_are_weights(arguments, inputs):
         assert lengths(sl.diagnose(attend, *inputs)) == [(T, T)]
 
 
+class Reader(nnx.Module):
+    def __init__(self):
+        self.attention = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0))
+
+    def read(self, batch, _):
+        return self.attention(batch["x"])
+
+
 @pytest.mark.parametrize("extra", [jax.random.key(0), POSITIONS, SQUARE, SCALARS], ids=lambda x: type(x).__name__)
 def test_a_batch_is_data_where_the_model_has_the_weights(extra):
     model = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0))
@@ -235,6 +244,8 @@ def test_a_batch_is_data_where_the_model_has_the_weights(extra):
     bound = sl.diagnose(functools.partial(lambda w, batch, _: dense(w, batch["x"]), WEIGHTS), *inputs)
     for diagnosis in (alone, bound):
         assert lengths(diagnosis) == [(T, T)] and "taken for" not in diagnosis.summary
+    for closure in (lambda batch, _: model(batch["x"]), lambda batch, _: dense(ARRAYS, batch["x"]), Reader().read):
+        assert lengths(sl.diagnose(closure, *inputs)) == [(T, T)]
 
 
 def test_the_summary_says_which_inputs_are_data():
