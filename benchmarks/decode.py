@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
+from sparse_layers.ops.kernels.quantized import QuantizedRows, dequantize, quantize
 
 from .record import Record, add_option
 
@@ -55,7 +56,8 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     (mask,), dtype = sl.as_masks(sl.preset(PATTERNS[name])), jnp.dtype(options.dtype)
     keys, values = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
     sizes = {"batch": shape[0], "num_heads": shape[2], "head_size": shape[3], "dtype": dtype}
-    empty = sl.KVCache.empty(mask, seq_len, implementation=options.implementation, **sizes)
+    sizes |= {"implementation": options.implementation, "cache_dtype": options.cache_dtype}
+    empty = sl.KVCache.empty(mask, seq_len, **sizes)
     cache = jax.jit(sl.KVCache.filled)(empty, keys, values, jnp.full(shape[0], seq_len - options.steps))
     queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], *shape[2:]), dtype)
     last = [jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values)]
@@ -67,7 +69,11 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
         analysis: Any = jax.jit(sl.KVCache.attend).lower(*shapes).cost_analysis()
     facts = {"keys": cache.num_reads, "bytes": int(analysis["bytes accessed"]), "cache": cache.nbytes}
     outs, caches = jax.block_until_ready(run(caches, tokens))
-    check([out[-1, 0] for out in outs], queries[-1, 0], keys[0], values[0], mask, dtype)
+    last_outs, k, v = [out[-1, 0] for out in outs], keys[0], values[0]
+    if options.cache_dtype is not None and isinstance(cache.keys[0], QuantizedRows):
+        facts["error"] = check(last_outs, queries[-1, 0], k, v, mask, dtype, None)
+        k, v = (dequantize(quantize(x, options.cache_dtype), jnp.float32) for x in (k, v))
+    check(last_outs, queries[-1, 0], k, v, mask, dtype)
     times, start = [], time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - start < options.seconds and len(times) < 25):
         before = time.perf_counter()
@@ -78,9 +84,19 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
 
 
 def check(
-    outs: list[jax.Array], query: jax.Array, keys: jax.Array, values: jax.Array, mask: sl.Mask, dtype: Any
-) -> None:
-    """Compares the last row [N, H] of each layer with float64."""
+    outs: list[jax.Array],
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: sl.Mask,
+    dtype: Any,
+    factor: float | None = 4,
+) -> float:
+    """Compares the last row [N, H] of each layer with float64; returns the error relative to the largest value.
+
+    Raises:
+      AssertionError: the error is above ``factor`` times the epsilon of the dtype, unless factor is None.
+    """
     length = len(keys)
     allowed = np.flatnonzero(mask(np.array(length - 1), np.arange(length)))
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, keys[allowed], values[allowed]))
@@ -89,8 +105,11 @@ def check(
     want = np.einsum("ns,snh->nh", weights / weights.sum(-1, keepdims=True), v)
     error = max(np.abs(np.asarray(out.astype(jnp.float32)) - want).max() for out in outs)
     # Rounding of weights and result to the dtype, relative to the largest value.
-    budget = 4 * float(jnp.finfo(dtype).eps) * np.abs(v).max()
-    assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
+    largest, epsilon = float(np.abs(v).max()), float(jnp.finfo(dtype).eps)
+    if factor is not None:
+        budget = factor * epsilon * largest
+        assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
+    return float(error) / largest
 
 
 def main() -> None:
@@ -105,6 +124,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="caches that a step adds its token to")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
+    parser.add_argument("--cache-dtype", choices=["int8", "float8_e4m3fn"], help="of caches that keep all keys")
     parser.add_argument("--implementation", choices=["triton", "xla"], help="who attends; default: that of KVCache")
     add_option(parser)
     options = parser.parse_args()

@@ -49,6 +49,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import Llama3Scaling as Llama3Scaling
     from .modules import LoadBalancingLoss as LoadBalancingLoss
     from .modules import LongRopeScaling as LongRopeScaling
+    from .modules import Mixer as Mixer
     from .modules import MixtureOfExperts as MixtureOfExperts
     from .modules import NativeSparseAttention as NativeSparseAttention
     from .modules import Rope as Rope
@@ -109,6 +110,7 @@ _AT_FIRST_USE = {
         "Llama3Scaling",
         "LoadBalancingLoss",
         "LongRopeScaling",
+        "Mixer",
         "MixtureOfExperts",
         "NativeSparseAttention",
         "Rope",

@@ -37,6 +37,7 @@ class _AttentionOptions(GatedOptions, total=False):
 
     num_kv_heads: int | None
     value_size: int | None
+    cache_dtype: str | None
     rope: Rope | None
     rope_theta: float | None
     w_init: _Initializer | None
@@ -64,6 +65,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       pattern, seq_len, num_kv_heads: see `sparse_layers.SparseSelfAttention`.
       rope, rope_theta, normalize_qk, norm_epsilon: see there.
       out_w_init: initial weights of the last linear map; None for w_init.
+      cache_dtype: see `sparse_layers.SparseSelfAttention`.
       **options: use_sinks (parameter ``sinks`` [N]), gate_output (linear map ``out_gate``), scale, logits_soft_cap,
         implementation, fwd_params, bwd_params, query_sharding, selection: see there.
 
@@ -111,6 +113,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         normalize_qk: bool | str = False,
         norm_epsilon: float = 1e-6,
         out_w_init: _Initializer | None = None,
+        cache_dtype: str | None = None,
         **options: Unpack[GatedOptions],
     ):
         if w_init is None and w_init_scale is None:
@@ -142,7 +145,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             **options,
         )
         self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else self.attention_step.fn.masks
-        self.seq_len, self.out_w_init = seq_len, out_w_init or self.w_init
+        self.seq_len, self.out_w_init, self.cache_dtype = seq_len, out_w_init or self.w_init, cache_dtype
 
     @property
     def plan(self) -> Plan:
@@ -280,6 +283,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.key_size,
             dtype=None,
+            cache_dtype=self.cache_dtype,
             query=projection("query", self.num_heads, self.key_size),
             key=projection("key", self.num_kv_heads, self.key_size),
             value=projection("value", self.num_kv_heads, self.value_size),

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,15 @@ def path_argument(description: str | None, meaning: str) -> str:
     return parser.parse_args().path
 
 
+def import_host(path: pathlib.Path, *names: str) -> list[Any]:
+    """Returns modules of a host by their names, from the folder ``path``, whatever else is installed."""
+    file = path / f"{names[0].replace('.', '/')}.py"
+    if not file.is_file():
+        raise SystemExit(f"PATH must be a checkout of the project, and {file} is missing")
+    sys.path.insert(0, str(path))
+    return [importlib.import_module(name) for name in names]
+
+
 def check_hook(folder: pathlib.Path, edits: Sequence[tuple[str, str, str, str]]) -> None:
     """Ends the process with a list of the lines of a hook that the files of a host lack, and where they belong.
 
@@ -31,7 +41,7 @@ def check_hook(folder: pathlib.Path, edits: Sequence[tuple[str, str, str, str]])
     missing = []
     for file, name, words, position in edits:
         if not (folder / file).is_file():
-            raise SystemExit(f"PATH must have {file}, got {folder}: follow README.md")
+            raise SystemExit(f"PATH must have {file}, got {folder}: README.md says which folder, and which copies")
         source = (folder / file).read_text()
         try:
             compile(source, file, "exec")

@@ -33,7 +33,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         module is hashable and comparable.
       seq_len, qkv_features, out_features, num_kv_heads, head_dim: see there.
       rope, rope_theta, use_sinks, gate_output, normalize_qk, norm_epsilon, use_bias: see there.
-      scale, logits_soft_cap, selection, implementation, fwd_params, bwd_params, query_sharding: see there.
+      scale, logits_soft_cap, selection, implementation, fwd_params, bwd_params, query_sharding, cache_dtype: see there.
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.
       precision: precision of the four projections.
@@ -66,6 +66,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
 
     num_heads: int
     out_features: int | None = dataclasses.field(default=None, kw_only=True)
+    cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     decode: bool | None = dataclasses.field(default=None, kw_only=True)
 
@@ -160,6 +161,7 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         num_kv_heads=num_kv_heads,
         head_dim=head_size,
         dtype=layer.dtype,
+        cache_dtype=getattr(layer, "cache_dtype", None),  # cross-attention has no cache
         query=projection("query", (num_heads, head_size)),
         key=projection("key", (num_kv_heads, head_size)),
         value=projection("value", (num_kv_heads, head_size)),

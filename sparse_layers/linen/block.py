@@ -46,7 +46,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         dropout. Set the attribute there, or use remat=True, which accepts both.
       pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, selects `NativeSparseAttention`.
       qkv_features, num_kv_heads, head_dim, rope, rope_theta: see `SparseSelfAttention`.
-      use_sinks, gate_output, scale, logits_soft_cap, selection, query_sharding: see there.
+      use_sinks, gate_output, scale, logits_soft_cap, selection, query_sharding, cache_dtype: see there.
       implementation, fwd_params, bwd_params: see there.
       dtype, param_dtype: see there; for the whole block.
       precision, out_bias_init: see there; for attention only.
@@ -87,6 +87,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
     norm_placement: str = dataclasses.field(default="pre", kw_only=True)
     parallel: bool = dataclasses.field(default=False, kw_only=True)
     residual_scale: float | None = dataclasses.field(default=None, kw_only=True)
+    cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
     remat: bool = dataclasses.field(default=False, kw_only=True)
@@ -120,6 +121,8 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
             unset = {name for name, value in settings.items() if value == fields[name].default} | {"norm_epsilon"}
             settings = {name: settings[name] for name in settings.keys() - (unset - layer_fields)}
         settings["out_kernel_init"] = out_init
+        if self.cache_dtype is not None:
+            settings["cache_dtype"] = self.cache_dtype
         if not isinstance(self.use_bias, bool):
             settings["use_bias"] = tuple(name for name in PROJECTIONS if name in biases)
         if self.normalize_qk is True:

@@ -9,6 +9,7 @@ from .decoder import Decoder as Decoder
 from .experts import LoadBalancingLoss as LoadBalancingLoss
 from .generate import generate as generate
 from .index import IndexLoss as IndexLoss
+from .mixer import Mixer as Mixer
 from .mixture import MixtureOfExperts as MixtureOfExperts
 from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .rope import LinearScaling as LinearScaling

@@ -16,7 +16,7 @@ from ..scorers import Scorer
 from .attention_fn import Pattern
 from .core import AttentionCore
 from .index import IndexLoss
-from .options import LayerOptions, PrefillOptions, StepOptions
+from .options import PrefillOptions, SelfAttentionOptions, StepOptions
 from .rope import Rope
 from .sparse_attention import SparseAttention
 from .step import CallInputs, check_inputs
@@ -73,6 +73,7 @@ class SparseSelfAttention(SparseAttention):
         ``sl.MoBA(block=128, count=16)``, or its name, ``"moba:block=128,count=16"``. As the pattern, a scorer selects
         among all earlier keys. Inputs whose blocks would all be selected follow the pattern alone. None for no
         selection, or one for each call.
+      cache_dtype: None, or "int8" or "float8_e4m3fn" for caches of `prefill` in 8 bits, see `KVCache.empty`.
       dropout_rate: must be 0, see Raises.
       decode: must be False or None, see Raises; decode with `prefill` and `decode_step`.
       rngs: random number generators of the initial parameters.
@@ -135,7 +136,7 @@ class SparseSelfAttention(SparseAttention):
         dropout_rate: float = 0.0,
         decode: bool | None = None,
         rngs: nnx.Rngs,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[SelfAttentionOptions],
     ):
         _refuse_decode(decode)
         super().__init__(

@@ -1,6 +1,5 @@
 """`SparseTransformerBlock`: a residual block of attention and an MLP."""
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any, Unpack
 
@@ -20,6 +19,7 @@ from .attention import SparseSelfAttention
 from .attention_fn import Pattern
 from .block_core import BlockCore, apply_block, check_block_input, norm_positions
 from .experts import Experts
+from .mixer import Mixer, MixerLayer
 from .mixture import MixtureOfExperts, Mlp
 from .native_sparse_attention import NativeSparseAttention
 from .options import AttentionOptions, PrefillOptions, StepOptions
@@ -47,7 +47,8 @@ class SparseTransformerBlock(nnx.Module):
     Args:
       num_heads: number of query heads.
       features: features F of the residual stream.
-      pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, selects `NativeSparseAttention`.
+      pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, selects `NativeSparseAttention`,
+        and a `Mixer` a layer of your own.
       num_layers: number of blocks in the whole stack, which scales the initial output projections.
       mlp_features: hidden features of the MLP; defaults to 4 * features.
       mlp: the activation, a function of an array, or a name: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh"
@@ -111,7 +112,7 @@ class SparseTransformerBlock(nnx.Module):
         num_heads: int,
         features: int,
         *,
-        pattern: Pattern,
+        pattern: Pattern | Mixer,
         seq_len: int,
         num_layers: int = 1,
         mlp_features: int | None = None,
@@ -143,9 +144,7 @@ class SparseTransformerBlock(nnx.Module):
         biases = projections_with_bias(use_bias, BLOCK_PROJECTIONS)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         out_init = out_kernel_init or nnx.initializers.variance_scaling(0.5 / num_layers, "fan_in", "truncated_normal")
-        # Each attention layer refuses the arguments that it does not have.
         is_nsa = as_nsa(pattern) is not None
-        layer: Any = functools.partial(NativeSparseAttention if is_nsa else SparseSelfAttention, num_heads, features)
         inits = {"kernel_init": kernel_init, "bias_init": bias_init, "out_kernel_init": out_init}
         qk_norm = _qk_norm_options(is_nsa, normalize_qk, norm, norm_epsilon)
 
@@ -155,8 +154,10 @@ class SparseTransformerBlock(nnx.Module):
         pre, post = norm_positions(norm_placement)
         self.attention_norm, self.attention_out_norm = branch_norm(pre), branch_norm(post)
         with_bias = biases - {"mlp"} | ({"gate"} if is_nsa and use_bias is True else set())
-        settings = {"rope": rope, "rope_theta": rope_theta, "use_bias": with_bias}
-        self.attention = layer(pattern=pattern, seq_len=seq_len, **settings, **inits, **shared, **qk_norm, **options)
+        settings = {"rope": rope, "rope_theta": rope_theta, "use_bias": with_bias, "seq_len": seq_len}
+        self.attention = _make_attention(
+            pattern, num_heads, features, **settings, **inits, **shared, **qk_norm, **options
+        )
         self.mlp_norm, self.mlp_out_norm = branch_norm(pre), branch_norm(post)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         self.residual_scale = residual_scale
@@ -227,6 +228,14 @@ class SparseTransformerBlock(nnx.Module):
 
 
 _apply_with_remat = nnx.remat(apply_block, static_argnums=(2,))
+
+
+def _make_attention(pattern: Any, num_heads: int, features: int, **settings: Any) -> Any:
+    """Makes the layer of a pattern. It refuses settings that it does not have, except that of a `Mixer`."""
+    if isinstance(pattern, Mixer):
+        return MixerLayer(pattern, settings["rngs"])
+    layer = SparseSelfAttention if as_nsa(pattern) is None else NativeSparseAttention
+    return layer(num_heads, features, pattern=pattern, **settings)
 
 
 def _qk_norm_options(is_nsa: bool, normalize_qk: bool | str, norm: str, norm_epsilon: float) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class AttentionCore:
       lengths: the longest length of each input, by the name of its argument.
       in_features, num_heads, num_kv_heads, head_dim: sizes of the layer.
       dtype: dtype of the attention step; None for that of query, key and value.
+      cache_dtype: 8-bit dtype of caches, see `KVCache.empty`, or None.
       query, key, value: projections of [..., T, F] to heads [..., T, heads, size].
       out: the projection of heads to the output.
       query_ln, key_ln: norms of heads, or None.
@@ -41,6 +42,7 @@ class AttentionCore:
     num_kv_heads: int
     head_dim: int
     dtype: Any
+    cache_dtype: str | None
     query: Projection
     key: Projection
     value: Projection
@@ -195,6 +197,7 @@ class AttentionCore:
             dtype=key.dtype,
             index_size=None if index_key is None else index_key.shape[-1],
             max_step=max_step,
+            cache_dtype=self.cache_dtype,
             implementation=fn.cache_implementation,
         )
 
@@ -202,4 +205,5 @@ class AttentionCore:
     def _cache_attributes(self) -> dict[str, Any]:
         """The attributes that a cache of this layer has."""
         fn, heads = self.step.fn, {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return {"masks": fn.causal_masks, "selection": fn.selection, "seq_len": fn.seq_len} | heads
+        shared = {"masks": fn.causal_masks, "selection": fn.selection, "seq_len": fn.seq_len}
+        return shared | heads | {"cache_dtype": self.cache_dtype}

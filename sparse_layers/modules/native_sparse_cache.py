@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..masks.primitives import Causal, Window
 from ..masks.serialization import register_node
 from ..ops.decoding.cache import KVCache
+from ..ops.decoding.ring_cache import join_pages
 from ..ops.planning.selection import Selection
 from ..scorers import NSA
 
@@ -118,7 +119,7 @@ class NSACache:
         compressed = jnp.where((position >= size - 1)[:, None, None], compressed_output, 0)
         blocks = self.blocks
         if selection is None and nsa.selects(self.seq_len):
-            pooled = self.windows.keys[0][:, :, 0].swapaxes(1, 2)
+            pooled = join_pages(self.windows.keys[0]).swapaxes(1, 2)
             blocks = dataclasses.replace(blocks, selection=nsa, pooled=pooled)
         selected = blocks.attend(query, position, scale=scale, selection=selection)
         return compressed, selected, self.sliding.attend(query, position, scale=scale)

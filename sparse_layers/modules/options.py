@@ -85,6 +85,12 @@ class LayerOptions(FlaxOptions, InitializerOptions, total=False):
     param_dtype: Dtype
 
 
+class SelfAttentionOptions(LayerOptions, total=False):
+    """Options of `SparseSelfAttention` besides its own."""
+
+    cache_dtype: str | None
+
+
 class CrossOptions(GatedOptions, LayerOptions, total=False):
     """Options of `SparseCrossAttention` besides sizes, pattern and lengths."""
 
@@ -99,6 +105,7 @@ class AttentionOptions(GatedOptions, FlaxOptions, total=False):
     num_kv_heads: int | None
     qkv_features: int | None
     head_dim: int | None
+    cache_dtype: str | None
 
 
 class BlockOptions(AttentionOptions, InitializerOptions, total=False):
@@ -116,7 +123,7 @@ class BlockOptions(AttentionOptions, InitializerOptions, total=False):
     remat: bool
 
 
-class LoadedLayerOptions(ComputeOptions, LayerOptions, total=False):
+class LoadedLayerOptions(ComputeOptions, SelfAttentionOptions, total=False):
     """Options that `from_nnx` and `from_linen` pass to `SparseSelfAttention`."""
 
     rope: Rope | None
@@ -129,6 +136,7 @@ class LoadedModelOptions(ComputeOptions, FlaxOptions, total=False):
     """Options that `from_huggingface` passes to `SparseTransformer`."""
 
     causal: bool
+    cache_dtype: str | None
     dropout_rate: float
     remat: bool
     scan_layers: bool

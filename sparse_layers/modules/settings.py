@@ -11,6 +11,7 @@ from flax import nnx
 
 from ..arguments.checks import Length, Positive, as_float, checked
 from ..arguments.foreign import one_line
+from ..ops.kernels.quantized import check_cache_dtype
 from ..ops.kernels.validation import is_floating
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .mixture import MixtureOfExperts
@@ -263,6 +264,7 @@ _RULES: dict[str, Rule] = {
     "deterministic": _optional(_type_rule(bool)),
     "dropout_rate": _number_rule(" in [0, 1)", lambda x: 0 <= x < 1),
     "norm_epsilon": _number_rule(" >= 0", lambda x: x >= 0),
+    "cache_dtype": check_cache_dtype,
     "norm_placement": _one_of_rule("pre", "post", "sandwich"),
     "normalize_qk": _check_qk_norm,
     "gate_output": _check_gate,

@@ -38,7 +38,7 @@ class SparseAttention(nnx.MultiHeadAttention):
 
     Args:
       lengths: see `attention_step`.
-      rope, rope_theta: see `SparseSelfAttention`.
+      rope, rope_theta, cache_dtype: see `SparseSelfAttention`.
       **options: see `SparseCrossAttention`, which documents all other arguments.
 
     Raises:
@@ -63,6 +63,7 @@ class SparseAttention(nnx.MultiHeadAttention):
         dropout_rate: float,
         rope: Rope | None = None,
         rope_theta: float | None = None,
+        cache_dtype: str | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[CrossOptions],
     ):
@@ -99,6 +100,7 @@ class SparseAttention(nnx.MultiHeadAttention):
             self._set_qk_norms(norm, epsilon, metadata, rngs)
         # Arrays are kept as masks: NNX would take an array for state, not for part of the layer's definition.
         self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else step.fn.masks
+        self.cache_dtype = cache_dtype
         for name, length in lengths.items():
             setattr(self, name, length)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)

@@ -19,10 +19,11 @@ from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.causality import check_causal
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
-from .attention_fn import Patterns
+from .attention_fn import Pattern, Patterns
 from .block import SparseTransformerBlock, make_norm
 from .cache_checks import checked_chunk
 from .embedding import Embed
+from .mixer import Mixer
 from .mixture import Mlp
 from .options import BlockOptions
 from .rope import Rope, resolve_rope
@@ -50,7 +51,7 @@ def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> t
 def _check_patterns(layer_patterns: tuple[Any, ...], selection: Any, seq_len: int, causal: bool) -> None:
     """Refuses patterns of another type and, with ``causal``, patterns that look ahead."""
     for layer, pattern in enumerate(layer_patterns):
-        if as_nsa(pattern) is None:  # NSA is causal
+        if not isinstance(pattern, Mixer) and as_nsa(pattern) is None:  # a Mixer's layer is the user's; NSA is causal
             name = "patterns" if len(layer_patterns) == 1 else f"patterns[{layer}]"
             masks, _ = masks_and_scorer(pattern, selection, [seq_len], "patterns")
             for mask in masks if causal else ():
@@ -103,7 +104,8 @@ class SparseTransformer(nnx.Module):
       num_heads: number of query heads.
       features: features F of the residual stream.
       num_layers: number of blocks.
-      patterns: a pattern as in `SparseSelfAttention`, or a tuple of patterns: layer i uses entry i % len.
+      patterns: a pattern as in `SparseSelfAttention`, `NSA` or a `Mixer`, or a tuple of these: layer i uses entry
+        i % len.
       seq_len: the longest input, in tokens.
       causal: True for a language model, whose patterns must not look ahead: it would learn to copy the next token.
         False for an encoder or a prefix LM.
@@ -166,7 +168,7 @@ class SparseTransformer(nnx.Module):
         features: int,
         num_layers: int,
         *,
-        patterns: Patterns,
+        patterns: "Patterns | Mixer | Sequence[Pattern | Mixer]",
         seq_len: int,
         causal: bool = True,
         positions: str = "row_column",
@@ -419,7 +421,7 @@ class SparseTransformer(nnx.Module):
         block_rule = (
             f", or [B, S] with S in 1..max_step = {max_step}"
             if max_step
-            else ": NativeSparseAttention reads one a step"
+            else ": NativeSparseAttention and layers of a Mixer read one a step"
         )
         shape = f"[B], one a sequence{block_rule}"
         self._check_tokens(tokens, shape, 1, *([2] if max_step else []))

@@ -19,6 +19,7 @@ from .decoding.cache import KVCache
 from .decoding.layout import MaskHeads
 from .decoding.ring_cache import GatheredLayout, KeyLayout, concat_heads, join_pages, select_heads, split_residues
 from .kernels.numerics import merge_by_lse
+from .kernels.quantized import Rows, dequantize
 from .planning.row_orders import Reordered, RowOrder
 from .planning.selection import Selection
 
@@ -79,7 +80,7 @@ def attend_chunk(
 
 
 def _visible_rows(
-    store: KeyLayout, before: jax.Array, after: jax.Array, heads: Sequence[int], chunk: jax.Array, start: int
+    store: KeyLayout, before: Any, after: Rows, heads: Sequence[int], chunk: jax.Array, start: int
 ) -> tuple[RowOrder, jax.Array]:
     """Returns the order of the keys that a chunk's queries may see in a store, and these keys (or values) [B, L, n, H].
 
@@ -89,11 +90,11 @@ def _visible_rows(
     if isinstance(store, GatheredLayout):  # which drops no token
         last = kept_order.offset + kept_order.kept[-1]
         order = RowOrder.periodic(max(end, kept_order.offset + 1), kept_order.shape[-1], kept_order.offset, last)
-        return order, _residue_rows(store, after, heads, 0, order.rows).astype(chunk.dtype)
+        return order, _residue_rows(store, after, heads, 0, order.rows, chunk.dtype)
     first = max(0, start // num_residues - store.rows_per_residue + 1) * num_residues
     order = RowOrder.residue_major(end - first, num_residues)
     if end <= num_residues * store.rows_per_residue:  # the rings have not wrapped around
-        rows = _residue_rows(store, after, heads, first // num_residues, -(-end // num_residues)).astype(chunk.dtype)
+        rows = _residue_rows(store, after, heads, first // num_residues, -(-end // num_residues), chunk.dtype)
     else:
         slots = store.slot(jnp.arange(first, start))
         cached = select_heads(join_pages(before).at[:, :, slots].get(mode="promise_in_bounds"), heads)
@@ -102,7 +103,11 @@ def _visible_rows(
     return dataclasses.replace(order, length=end, offset=first), rows
 
 
-def _residue_rows(store: KeyLayout, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
+def _residue_rows(store: KeyLayout, array: Rows, heads: Sequence[int], first: int, stop: int, dtype: Any) -> jax.Array:
     """Returns rows ``first`` to ``stop`` - 1 of each residue class, for some heads of a store: [B, L, n, H]."""
-    rows = select_heads(split_residues(store, array), heads)[:, :, :, first:stop]
-    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1]).swapaxes(1, 2)
+
+    def of_leaf(array: jax.Array) -> jax.Array:
+        rows = select_heads(split_residues(store, array), heads)[:, :, :, first:stop]
+        return rows.reshape(*rows.shape[:2], -1, rows.shape[-1]).swapaxes(1, 2)
+
+    return dequantize(jax.tree.map(of_leaf, array), dtype)

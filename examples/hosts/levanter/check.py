@@ -28,7 +28,12 @@ ADAPTER, ATTENTION = "levanter/layers/sparse_adapter.py", "levanter/layers/atten
 HOOK = [
     (ADAPTER, "attend", "sl.block_sparse_attention", "which is the copy of adapter.py"),
     (ATTENTION, "AttentionBackend", 'SPARSE = "sparse"', "as a member"),
-    (ATTENTION, "dot_product_attention", "case AttentionBackend.SPARSE:", "in `match attn_backend`, before `case _`"),
+    (
+        ATTENTION,
+        "dot_product_attention",
+        "case AttentionBackend.SPARSE:",
+        "in the match, before VANILLA",
+    ),
     (ATTENTION, "dot_product_attention", "sparse_adapter import attend", "in the case AttentionBackend.SPARSE"),
 ]
 

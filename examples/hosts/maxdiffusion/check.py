@@ -4,10 +4,8 @@ Run it from the root of a clone of sparse_layers, which needs no installation:
 python -m examples.hosts.maxdiffusion.check PATH_TO_CHECKOUT
 """
 
-import importlib
 import math
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,7 @@ import numpy as np
 
 import sparse_layers as sl
 
-from ..checks import Table, path_argument, with_gradients
+from ..checks import Table, import_host, path_argument, with_gradients
 from .adapter import Cubes, sparse_kernel
 
 GRID, CUBE = (6, 8, 10), (3, 4, 4)
@@ -68,9 +66,10 @@ class Host:
     """maxdiffusion's attention in a checkout, with the adapter in its registry under the names of `PATTERNS`."""
 
     def __init__(self, checkout: str):
-        sys.path.insert(0, str(pathlib.Path(checkout) / "src"))
-        self.flax: Any = importlib.import_module("maxdiffusion.models.attention_flax")
-        self.wan: Any = importlib.import_module("maxdiffusion.models.wan.transformers.transformer_wan")
+        models = "maxdiffusion.models"
+        self.flax, self.wan = import_host(
+            pathlib.Path(checkout) / "src", f"{models}.attention_flax", f"{models}.wan.transformers.transformer_wan"
+        )
         self.mesh = jax.sharding.Mesh(
             np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), ("data", "fsdp", "context", "tensor")
         )

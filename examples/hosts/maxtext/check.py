@@ -33,7 +33,8 @@ HOOK = [
     (OP, "apply_attention", "sparse_adapter.attend(", 'before `elif self.attention_kernel == "cudnn_flash_te"`'),
     (OP, "apply_attention", DECODING, "in the condition of `return self.apply_attention_dot`"),
     (OP, "__init__", '"sparse"', "in the names of block diffusion"),
-    ("configs/types.py", "set_derived_and_validate_values", '"sparse"', "in the names of MoBA and of block diffusion"),
+    ("configs/types.py", "set_derived_and_validate_values", '"dot_product", "sparse")', "in the names of MoBA"),
+    ("configs/types.py", "set_derived_and_validate_values", '"dot_product", "sparse", ', "in those of block diffusion"),
 ]
 LOCAL: dict[str, Any] = {"kind": "local_sliding", "sliding_window_size": WINDOW}
 

@@ -6,7 +6,7 @@ python -m examples.hosts.weathernext.check PATH_TO_CHECKOUT
 
 import functools
 import importlib
-import sys
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 
-from ..checks import Table, path_argument, with_gradients
+from ..checks import Table, import_host, path_argument, with_gradients
 from .adapter import mesh_attention
 
 WIDTH, HEADS, BATCH, HOPS = 256, 2, 2, 3
@@ -29,12 +29,11 @@ class Host:
     """WeatherNext's transformer in a checkout, on its mesh of 162 nodes in its banded order."""
 
     def __init__(self, checkout: str):
-        sys.path.insert(0, checkout)
-        import haiku
-
-        self.haiku: Any = haiku
-        self.transformer: Any = importlib.import_module("weathernext.utils.sparse_transformer")
-        meshes: Any = importlib.import_module("weathernext.utils.icosahedral_mesh")
+        utils = "weathernext.utils"
+        self.transformer, meshes = import_host(
+            pathlib.Path(checkout), f"{utils}.sparse_transformer", f"{utils}.icosahedral_mesh"
+        )
+        self.haiku: Any = importlib.import_module("haiku")
         mesh = meshes.get_last_triangular_mesh_for_sphere(splits=2)
         order, renumber = meshes.get_permutation_to_banded(mesh)
         self.vertices = mesh.vertices[order]

@@ -17,19 +17,29 @@ from ...masks.adapters import MaskLike, by_entry
 from ...masks.algebra import Mask
 from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
+from ..kernels.quantized import Rows, check_cache_dtype, quantize
 from ..kernels.validation import checked_array, checked_scalars, checked_selection, checked_sinks, is_floating
 from ..planning.selection import Selection
 from . import ring_cache, step
 from .checks import Integers, checked_lengths, checked_positions
 from .layout import CacheLayout, cache_layout
-from .ring_cache import join_pages, select_heads
+from .ring_cache import KeyLayout, join_pages, select_heads
 
 
 @register_node
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "pooled"],
-    meta_fields=["masks", "selection", "seq_len", "num_heads", "num_kv_heads", "max_step", "implementation"],
+    meta_fields=[
+        "masks",
+        "selection",
+        "seq_len",
+        "num_heads",
+        "num_kv_heads",
+        "max_step",
+        "cache_dtype",
+        "implementation",
+    ],
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class KVCache:
@@ -48,13 +58,14 @@ class KVCache:
       **fields: the attributes, as JAX passes them.
 
     Attributes:
-      keys, values: arrays [B, heads, pages, page size, size], one for each store.
+      keys, values: arrays [B, heads, pages, page size, size], one for each store, or `QuantizedRows`.
       pooled: the scorer's pooled keys [B, windows, K, H], or None.
       masks: the masks that the heads take in turn.
       selection: the scorer that selects the blocks that a step reads, or None.
       seq_len: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
       max_step: the most tokens that a step adds.
+      cache_dtype: the 8-bit dtype of stores that keep all keys, or None.
       implementation: of steps, "xla", or "triton" where it can.
 
     Raises:
@@ -79,8 +90,8 @@ class KVCache:
       True
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Rows, ...]
+    values: tuple[Rows, ...]
     pooled: jax.Array | None
     masks: tuple[Mask, ...]
     selection: Scorer | None
@@ -88,6 +99,7 @@ class KVCache:
     num_heads: int
     num_kv_heads: int
     max_step: int
+    cache_dtype: str | None
     implementation: str
 
     def __init__(self, *args: Any, **fields: Any):
@@ -122,6 +134,7 @@ class KVCache:
         selection: Scorer | str | None = None,
         index_size: int | None = None,
         max_step: int = 1,
+        cache_dtype: str | None = None,
         implementation: str | None = None,
     ) -> "KVCache":
         """Returns a cache without tokens.
@@ -139,12 +152,16 @@ class KVCache:
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
           max_step: the most tokens that a step adds, 1..seq_len, and that may be rolled back. Ring buffers are longer
             by ``max_step - 1`` rows.
+          cache_dtype: "int8" or "float8_e4m3fn" for stores that keep all keys, with a float32 scale for each row and
+            head, about half the bytes of bfloat16. Ring buffers and summary columns keep ``dtype``. None
+            for ``dtype`` everywhere.
           implementation: of steps: "xla", or "triton", a kernel for NVIDIA GPUs. XLA computes calls that the
             kernel does not support, and arrays that are sharded. None for "triton".
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; a max_step
-            above seq_len; an unknown implementation.
+            above seq_len; an unknown implementation or cache_dtype.
+          NotImplementedError: a cache_dtype with a scorer, which pools keys of the cache.
           TypeError: the pattern is no mask.
         """
         if not is_floating(dtype):
@@ -159,20 +176,28 @@ class KVCache:
         if implementation not in (None, "xla", "triton"):
             raise ValueError(f"implementation must be None, 'xla' or 'triton' for a cache, got {implementation!r}")
         masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
+        _check_cache_dtype(cache_dtype, scorer)
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
                 f"{by_entry(masks)}"
             )
         layout = cache_layout(masks, seq_len, num_heads, num_kv_heads, max_step)
-        shapes = [(batch, len(heads), store.num_pages, store.page_size) for store, heads in layout.stores]
-        keys, values = (tuple(jnp.zeros((*shape, size), dtype) for shape in shapes) for size in (head_size, value_size))
+
+        def zeros(store: KeyLayout, heads: tuple[int, ...], size: int) -> Rows:
+            array = jnp.zeros((batch, len(heads), store.num_pages, store.page_size, size), dtype)
+            return quantize(array, cache_dtype) if cache_dtype and store.keeps_all(seq_len) else array
+
+        keys, values = (
+            tuple(zeros(store, heads, size) for store, heads in layout.stores) for size in (head_size, value_size)
+        )
         pooled = None
         if scorer is not None and scorer.selects(seq_len):
             index_size = head_size if index_size is None else checked("index_size", index_size, Positive)
             pooled_shape = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
             pooled = jnp.zeros((batch, scorer.windows(seq_len), *pooled_shape), dtype)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_step": max_step}
+        sizes |= {"cache_dtype": cache_dtype}
         arrays: dict[str, Any] = {"keys": keys, "values": values, "pooled": pooled}
         cache = cls(**arrays, masks=masks, selection=scorer, implementation=implementation or "triton", **sizes)
         if pooled is not None:
@@ -239,7 +264,7 @@ class KVCache:
         self._check("B, P, K", length, **self._key_arrays(key, value))
         last = checked_lengths(lengths, batch, start + length)[:, None] - 1
 
-        def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+        def fill(arrays: tuple[Rows, ...], new: jax.Array) -> tuple[Rows, ...]:
             arrays = arrays if start else jax.tree.map(jnp.zeros_like, arrays)
             return tuple(
                 ring_cache.fill(store, array, select_heads(new, heads, axis=2), start, last)
@@ -420,7 +445,7 @@ class KVCache:
             raise ValueError(f"index queries and keys must have shape {shape} for this cache, got {index.shape}")
         return index
 
-    def _check(self, axes: str, length: int | None, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]) -> None:
+    def _check(self, axes: str, length: int | None, **arrays: tuple[jax.Array, int, tuple[Rows, ...]]) -> None:
         """Refuses arrays (x, heads, the cache's arrays of equal size) of another shape; None if they lack the axis."""
         for name, (x, heads, like) in arrays.items():
             shape = (len(like[0]), *([] if length is None else [length]), heads, like[0].shape[-1])
@@ -430,12 +455,12 @@ class KVCache:
                     f"axes are [{axes}, {'Hv' if name == 'value' else 'H'}]"
                 )
 
-    def _key_arrays(self, key: jax.Array, value: jax.Array) -> dict[str, tuple[jax.Array, int, tuple[jax.Array, ...]]]:
+    def _key_arrays(self, key: jax.Array, value: jax.Array) -> dict[str, tuple[jax.Array, int, tuple[Rows, ...]]]:
         """Returns key and value as `_check` takes them."""
         return {"key": (key, self.num_kv_heads, self.keys), "value": (value, self.num_kv_heads, self.values)}
 
     def _check_step(
-        self, axis: str, position: Any, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]
+        self, axis: str, position: Any, **arrays: tuple[jax.Array, int, tuple[Rows, ...]]
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
         """Checks the arrays of a step, as `_check` takes them: [B, heads, size] or [B, S, heads, size].
 
@@ -450,3 +475,12 @@ class KVCache:
         first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
         positions = first[:, None] + jnp.arange(count or 1)[None]
         return positions, (lambda x: x[:, None]) if count is None else (lambda x: x)
+
+
+def _check_cache_dtype(cache_dtype: Any, scorer: Scorer | None) -> None:
+    check_cache_dtype("cache_dtype", cache_dtype)
+    if cache_dtype is not None and scorer is not None:
+        raise NotImplementedError(
+            f"cache_dtype={cache_dtype!r}: {scorer} pools keys of the cache, so they keep their dtype; leave "
+            "cache_dtype or the scorer out"
+        )

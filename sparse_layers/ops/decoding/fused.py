@@ -14,6 +14,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ..kernels.decode_gpu import decode
+from ..kernels.quantized import QuantizedRows
 from ..planning.platforms import has_local_arrays, implementation_order, platform
 from .cache_parts import CachePart
 from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
@@ -41,6 +42,7 @@ def can_step(layout: CacheLayout, arrays: KVArrays, query: jax.Array) -> bool:
         and layout.heads[0].kv_heads == tuple(range(layout.num_kv_heads))
         and len({*stores}) == len(stores)
         and layout.masks[0].computable
+        and not any(isinstance(array, QuantizedRows) for array in arrays[0])  # XLA quantizes the token
         and can_attend(layout, arrays, query, False)
     )
 

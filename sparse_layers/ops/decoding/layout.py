@@ -9,12 +9,13 @@ import numpy as np
 
 from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
+from ..kernels.quantized import Rows
 from ..planning.row_orders import RowOrder
 from .cache_parts import CachePart, plan_cache_parts
 from .ring_cache import KeyLayout, RingLayout
 
 # The arrays of keys and of values of a cache, one for each store.
-KVArrays = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+KVArrays = tuple[tuple[Rows, ...], tuple[Rows, ...]]
 # Scale and soft cap of the logits.
 LogitOptions = tuple[float, float | None]
 

@@ -9,11 +9,13 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..kernels.quantized import Rows, quantize_like
 from ..planning.row_orders import RowOrder
 
 
@@ -50,6 +52,10 @@ class KeyLayout(abc.ABC):
     def row_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
         """Returns the ranges (first row, row behind the last) in which each class keeps tokens start to end - 1."""
 
+    def keeps_all(self, length: int) -> bool:
+        """True if no token of ``length`` is ever overwritten or left out."""
+        return False
+
 
 class RingLayout(KeyLayout):
     """A ring buffer for each residue class: maps tokens to rows of the arrays that a `KVCache` has.
@@ -62,6 +68,9 @@ class RingLayout(KeyLayout):
     @property
     def num_residues(self) -> int:
         return math.prod(self.order.shape[1:])
+
+    def keeps_all(self, length: int) -> bool:
+        return self.num_residues * self.rows_per_residue >= length
 
     def slot(self, token: jax.Array) -> jax.Array:
         index, residue = jnp.divmod(token, self.num_residues)
@@ -103,18 +112,23 @@ class GatheredLayout(KeyLayout):
         return [(first, end)] if first < end else []
 
 
-def fill(store: KeyLayout, array: jax.Array, new: jax.Array, start: int, last: jax.Array) -> jax.Array:
+def fill(store: KeyLayout, array: Rows, new: jax.Array, start: int, last: jax.Array) -> Rows:
     """Returns a store's array with tokens [B, P, n, size] from ``start`` on, up to token ``last`` [B, 1].
 
     Only the rows that tokens may take are read and written, in place if the array has no other user.
     """
+    new_rows = quantize_like(array, new)
+    return jax.tree.map(lambda array, new: _fill(store, array, new, start, last), array, new_rows)
+
+
+def _fill(store: KeyLayout, array: jax.Array, new: jax.Array, start: int, last: jax.Array) -> jax.Array:
     rows = split_residues(store, array)
     for first, stop in store.row_ranges(start, start + new.shape[1]):
         slot = jnp.arange(store.num_residues)[:, None] * store.rows_per_residue + jnp.arange(first, stop)[None]
         token = store.token(slot.reshape(1, -1), last)
         is_new = jnp.broadcast_to((token >= start) & (token <= last), (len(last), slot.size))[:, None, :, None]
         index = jnp.where(is_new, token[..., None, :, None] - start, 0)
-        new_rows = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2).astype(array.dtype)
+        new_rows = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2)
         current_rows = rows[:, :, :, first:stop]
         # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
         new_rows = jnp.where(is_new, new_rows, current_rows.reshape(new_rows.shape)).reshape(current_rows.shape)
@@ -122,15 +136,20 @@ def fill(store: KeyLayout, array: jax.Array, new: jax.Array, start: int, last: j
     return rows.reshape(array.shape)
 
 
-def write(store: KeyLayout, array: jax.Array, new: jax.Array, tokens: jax.Array) -> jax.Array:
+def write(store: KeyLayout, array: Rows, new: jax.Array, tokens: jax.Array) -> Rows:
     """Returns a store's array with the tokens of a step, [B, S, n, size] at positions [B, S]."""
     page, row = jnp.divmod(store.slot(tokens), store.page_size)
     write_sequence = jax.vmap(lambda x, new, page, row: x.at[:, page, row].set(new, mode="drop"))
-    return write_sequence(array, new.swapaxes(1, 2).astype(array.dtype), page, row)
+    new_rows = quantize_like(array, new.swapaxes(1, 2))
+    return jax.tree.map(lambda array, new: write_sequence(array, new, page, row), array, new_rows)
 
 
-def gather_pages(array: jax.Array, heads: Sequence[int], pages: jax.Array | None) -> jax.Array:
+def gather_pages(array: Rows, heads: Sequence[int], pages: jax.Array | None) -> Rows:
     """Returns pages [B, n] (None for all) of some heads of a store's array: [B, len(heads), n * page size, size]."""
+    return jax.tree.map(lambda array: _gather_pages(array, heads, pages), array)
+
+
+def _gather_pages(array: jax.Array, heads: Sequence[int], pages: jax.Array | None) -> jax.Array:
     if pages is None:
         array = select_heads(array, heads)
     elif list(heads) == list(range(array.shape[1])):
@@ -141,9 +160,9 @@ def gather_pages(array: jax.Array, heads: Sequence[int], pages: jax.Array | None
     return join_pages(array)
 
 
-def join_pages(array: jax.Array) -> jax.Array:
-    """Returns the rows of all pages: [B, heads, pages, page size, size] -> [B, heads, rows, size]."""
-    return array.reshape(*array.shape[:2], -1, array.shape[-1])
+def join_pages(array: Rows) -> Any:
+    """Returns the rows of all pages, like the array: [B, heads, pages, page size, size] -> [B, heads, rows, size]."""
+    return jax.tree.map(lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1]), array)
 
 
 def split_residues(store: KeyLayout, array: jax.Array) -> jax.Array:

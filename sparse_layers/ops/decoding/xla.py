@@ -1,13 +1,18 @@
 """A decoding step in plain XLA, which gathers the keys that a query reads."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..kernels.numerics import accumulator_dtype
+from ..kernels.quantized import Rows, data_and_scale
 from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
 from .ring_cache import concat_heads, gather_pages, select_heads
+
+# Keys, values and a mask, see `_attend`.
+Read = tuple[Rows, Rows, jax.Array]
 
 
 def attend(
@@ -37,9 +42,7 @@ def attend(
     return out.astype(query.dtype)
 
 
-def _gather_rows(
-    layout: CacheLayout, arrays: KVArrays, heads: MaskHeads, position: jax.Array
-) -> list[tuple[jax.Array, ...]]:
+def _gather_rows(layout: CacheLayout, arrays: KVArrays, heads: MaskHeads, position: jax.Array) -> list[Read]:
     """Returns keys, values and a mask for each part that the heads of one mask read; see `_attend`."""
     reads = []
     for cache_part in heads.cache_parts:
@@ -53,12 +56,15 @@ def _gather_rows(
 
 def _gather_selected(
     layout: CacheLayout, arrays: KVArrays, position: jax.Array, ids: jax.Array, block: int
-) -> tuple[MaskHeads, list[tuple[jax.Array, ...]]]:
+) -> tuple[MaskHeads, list[Read]]:
     """Returns all heads, and keys, values and mask of the selected blocks ids [B, G, k]; see `_attend`."""
     heads, start, tokens, seen = layout.selected_tokens(position, ids, block)
     index, kv_heads, width = layout.full_store_index(), layout.num_kv_heads, min(block, layout.length)
 
-    def blocks(array: jax.Array) -> jax.Array:
+    def blocks(array: Rows) -> Rows:
+        return jax.tree.map(blocks_of_leaf, array)
+
+    def blocks_of_leaf(array: jax.Array) -> jax.Array:
         def one_block(x, first):
             return jax.lax.dynamic_slice_in_dim(x, first, width, axis=1)
 
@@ -67,14 +73,14 @@ def _gather_selected(
 
     keys, values = (side[index] for side in arrays)
     # Rows outside of the selection may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-    selected_values = jnp.where(seen.any(2)[..., None], blocks(values), 0)
+    selected_values = jax.tree.map(lambda x: jnp.where(seen.any(2)[..., None], x, 0), blocks(values))
     return heads, [(blocks(keys), selected_values, seen)]
 
 
 def _attend(
     heads: MaskHeads,
     query: jax.Array,
-    reads: list[tuple[jax.Array, ...]],
+    reads: list[Read],
     scale: float,
     cap: float | None,
     sinks: jax.Array | None,
@@ -82,14 +88,16 @@ def _attend(
     """Returns attention of the query heads of one mask, [B, len(heads.q_heads), Hv], at least in float32.
 
     Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.kv_heads), and a mask [B, n or 1, query
-    heads of each or 1, L].
+    heads of each or 1, L]. Scales of rows multiply scores and weights, so that products have the rows of 8 bits.
     """
     dtype = accumulator_dtype(query.dtype)
     query = select_heads(query, heads.q_heads)
     query = query.reshape(len(query), len(heads.kv_heads), -1, query.shape[-1])
     scores, values = [], []
     for k, v, allowed in reads:
+        k, k_scale = data_and_scale(k)
         x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
+        x = x if k_scale is None else x * k_scale
         x = x if cap is None else cap * jnp.tanh(x / cap)
         scores.append(jnp.where(allowed, x, -jnp.inf))
         values.append(v)
@@ -101,9 +109,14 @@ def _attend(
     m_i = jnp.where(m_i == -jnp.inf, 0, m_i)  # a query without keys has weights of 0, not NaN
     p = [jnp.exp(x - m_i) for x in scores]
     l_i = sum((x.sum(-1, keepdims=True) for x in p), jnp.exp(sink - m_i))
-    acc = sum(
-        jnp.einsum("bngl,bnlh->bngh", x.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
-        for x, v in zip(p, values, strict=True)
-    )
+    acc = sum(_weighted_values(x, v, query.dtype, dtype) for x, v in zip(p, values, strict=True))
     out = acc / jnp.where(l_i == 0, 1, l_i)
     return out.reshape(len(out), len(heads.q_heads), -1)
+
+
+def _weighted_values(p: jax.Array, values: Rows, compute_dtype: Any, dtype: Any) -> jax.Array:
+    """Returns sums of values by weights p [B, n, query heads of each, L]."""
+    v, v_scale = data_and_scale(values)
+    p = p if v_scale is None else p * v_scale
+    v, p = v.astype(compute_dtype), p.astype(compute_dtype)
+    return jnp.einsum("bngl,bnlh->bngh", p, v, preferred_element_type=dtype)

@@ -16,6 +16,7 @@ NUMPY_TYPES = {
     tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
     tl.float32: np.dtype(np.float32),
     tl.float64: np.dtype(np.float64),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
 }
 TRITON_TYPES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 

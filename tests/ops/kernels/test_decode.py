@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
 from sparse_layers.ops.kernels.decode_gpu import decode
 from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.quantized import QuantizedRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +165,17 @@ def test_what_goes_without_the_kernel(monkeypatch):
     assert "257" in str(reason(query=query.update(shape=(4, 8, 257))))
     assert "65" in str(reason(group=65))
     assert "65536" in str(reason(query=query.update(shape=(65536, 8, 64))))
+    rows = {name: QuantizedRows(kept.update(dtype=name), kept) for name in ("int8", "float8_e4m3fn")}
+    assert reason(kept=rows["int8"]) is None and reason(kept=rows["float8_e4m3fn"]) is None
+    assert "8 bits alone" in str(decode.unsupported(query, [kept, rows["int8"]], [kept, rows["int8"]], 1, 2))
+    monkeypatch.setattr(hardware, "local_device", lambda: TARGETS[80])
+    assert "8.0 lack float8_e4m3fn" in str(reason(kept=rows["float8_e4m3fn"])) and reason(kept=rows["int8"]) is None
     monkeypatch.setattr(hardware, "local_device", lambda: "no GPU")
     assert reason() == "no GPU"
 
 
-# (capability, sequences, key heads, query heads of each, head size, dtype, rows of arrays, whether a token is written)
+# (capability, sequences, key heads, query heads of each, head size, dtype, rows of arrays, whether a token is written,
+# the dtype of rows in 8 bits)
 COMPILED = {
     "strided": (90, 16, 16, 1, 64, "bfloat16", (129, 512), True),
     "alone": (90, 1, 8, 1, 64, "bfloat16", (1024,), True),
@@ -177,13 +184,17 @@ COMPILED = {
     "wide": (86, 4, 8, 64, 256, "float16", (4096,), False),
     "widest": (86, 4, 1, 1, 256, "float32", (128, 4096), True),
     "small": (89, 4, 8, 2, 64, "float16", (4096,), True),
+    "int8": (90, 16, 8, 8, 128, "bfloat16", (65536,), False, "int8"),
+    "int8, alone": (80, 1, 8, 1, 128, "bfloat16", (4096,), False, "int8"),
+    "float8": (90, 16, 8, 4, 64, "bfloat16", (512, 65536), False, "float8_e4m3fn"),
+    "float8, alone": (89, 1, 8, 1, 128, "float16", (4096,), False, "float8_e4m3fn"),
 }
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_and_fits(name, monkeypatch):
     """Loads of several tiles are on their way, in programs of which several fit a multiprocessor."""
-    capability, batch, heads, group, size, dtype, lengths, writes = COMPILED[name]
+    capability, batch, heads, group, size, dtype, lengths, writes, *cache_dtype = COMPILED[name]
     target, found = TARGETS[capability], []
 
     def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_place=()):
@@ -203,13 +214,18 @@ def test_compiles_and_fits(name, monkeypatch):
     def shaped(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def kept(*shape):
+        if not cache_dtype:
+            return shaped(*shape, size)
+        return QuantizedRows(shaped(*shape, size, dtype=cache_dtype[0]), shaped(*shape, 1, dtype="float32"))
+
     jax.eval_shape(
         step,
         shaped(batch, heads, group, size),
         shaped(batch, heads, size),
         shaped(batch, 1 + len(lengths), dtype="int32"),
         shaped(batch, dtype="int32"),
-        [shaped(batch, heads, rows, size) for rows in lengths],
+        [kept(batch, heads, rows) for rows in lengths],
         [shaped(batch, 1, rows, dtype="int32") for rows in lengths],
     )
     assert len(found) == (2 if found[0].constants["C"].SPLITS > 1 else 1)

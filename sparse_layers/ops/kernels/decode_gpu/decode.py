@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..numerics import base_2_sinks
+from ..quantized import QuantizedRows, Rows
 
 # At most: arrays of keys that a launch reads, query heads of a key head, and the head size.
 MAX_ARRAYS, MAX_GROUPED_HEADS, MAX_SIZE = 4, 64, 256
@@ -30,8 +31,8 @@ class CacheRead:
     """The rows of one pair of cache arrays that queries read."""
 
     # [B, heads, rows, H] and [B, heads, rows, Hv].
-    keys: jax.Array
-    values: jax.Array
+    keys: Rows
+    values: Rows
     heads: tuple[int, ...]  # heads of the arrays that are read; entry i is that of the i-th group of query heads
     rows: jax.Array  # int32 [B * S, 1 or heads, L], list of rows of a head that a query sees, -1 for none
     stride: int = 0  # entry i of a list is not seen before position i * stride; 0 if that is unknown
@@ -54,9 +55,14 @@ def unsupported(query: Any, keys: Sequence[Any], values: Sequence[Any], group: i
     device = hardware.local_device()
     if isinstance(device, str):
         return device
-    dtypes = {x.dtype.name for x in (query, *keys, *values)}
+    rows = [x for x in (*keys, *values) if isinstance(x, QuantizedRows)]
+    dtypes = {x.dtype.name for x in (query, *keys, *values) if not isinstance(x, QuantizedRows)}
     if not dtypes <= {*_DTYPES}:
         return f"it computes in {_DTYPES}, got {sorted(dtypes)}"
+    if rows and (len(rows) < len(keys) + len(values) or len({x.dtype for x in rows}) > 1):
+        return "it reads arrays of 8 bits alone, of one dtype"
+    if rows and rows[0].dtype.name != "int8" and device.capability < 89:
+        return f"GPUs of compute capability {device.compute_capability} lack {rows[0].dtype.name}"
     if reads > MAX_ARRAYS:
         return f"it reads {MAX_ARRAYS} arrays of keys at most, got {reads}"
     if max(query.shape[-1], values[0].shape[-1]) > MAX_SIZE or group > MAX_GROUPED_HEADS:
@@ -145,11 +151,13 @@ def _launch_step(
         for x, start in zip(reads, list_starts, strict=False)
     )
     padded, itemsize = (padded_size(size), padded_size(value_size)), reads[0].keys.dtype.itemsize
+    # Registers hold lanes of float32, so rows of 8 bits make no taller tiles: those would spill.
     tile, stages = tile_and_stages(
-        queries_per_head, padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
+        queries_per_head, padded[0] * query.dtype.itemsize, sum(padded) * max(itemsize, 2), device.shared_memory
     )
     num_rows = sum(x.COUNT for x in cache_arrays)
     splits = number_of_splits(num_rows, tile, (size + value_size) * itemsize, queries * heads, device.multiprocessors)
+    scales = [x.scale for read in reads for x in (read.keys, read.values) if isinstance(x, QuantizedRows)]
     constants = DecodeConstants(
         TOKENS=queries // len(reads[0].keys),
         HEADS=heads,
@@ -165,6 +173,7 @@ def _launch_step(
         CAP=0.0 if options.cap is None else float(options.cap),
         SINKS=sinks is not None,
         WRITES=new_token is not None,
+        QUANTIZED=bool(scales),
         SPLITS=splits,
         STAGES=stages,
         ROWS=rows_of_queries(queries_per_head),
@@ -175,8 +184,9 @@ def _launch_step(
     arrays = [
         query,
         *((query, query) if new_token is None else new_token[:2]),
-        *(array for x in reads for array in (x.keys, x.values)),
+        *(x.data if isinstance(x, QuantizedRows) else x for read in reads for x in (read.keys, read.values)),
         *unused,
+        *(scales + unused if scales else [query] * 2 * MAX_ARRAYS),
         jnp.array([x.heads for x in reads], jnp.int32),
         rows,
         rows if sinks is None else base_2_sinks(sinks),

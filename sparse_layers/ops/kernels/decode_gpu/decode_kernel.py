@@ -62,6 +62,7 @@ class DecodeConstants(NamedTuple):
     SCALE: float
     CAP: float  # 0 for no soft cap
     SINKS: bool
+    QUANTIZED: bool  # True if keys and values have 8 bits, and a scale for each row
     WRITES: bool  # True to write a token and attend to it; its flag is 0 if it is seen, else -1
     SPLITS: int  # programs that share a list
     STAGES: int  # tiles of keys that are on their way
@@ -83,6 +84,8 @@ class Reads(NamedTuple):
 
     k: Any  # pointers to a head
     v: Any
+    k_scale: Any  # pointers to the scales of a head's rows, if there are any
+    v_scale: Any
     first_step: Any
     length: Any  # of the list
 
@@ -156,10 +159,12 @@ def _load_new_token(q_tile, new_k, new_v, k_dtype: tl.constexpr, v_dtype: tl.con
 
 
 @triton.jit
-def _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head, split, C: tl.constexpr):
+def _open_arrays(k_arrays, v_arrays, k_scales, v_scales, heads, rows, new, position, sequence, head, split,
+                 C: tl.constexpr):  # fmt: skip
     """Returns (`Reads` of a key head, number of steps of all lists as one); split 0 writes the new token."""
     column, column_v = tl.arange(0, C.D), tl.arange(0, C.DV)
     ks, vs, first_steps, lengths, steps = (), (), (), (), position * 0
+    k_scale, v_scale = (), ()
     for i in tl.static_range(len(C.ARRAYS)):
         row = (sequence * C.ARRAYS[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.ARRAYS[i].ROWS
         k, v, length = k_arrays[i] + row * C.H, v_arrays[i] + row * C.HV, position * 0 + C.ARRAYS[i].COUNT
@@ -172,24 +177,32 @@ def _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head,
             length = tl.minimum(length, position // C.ARRAYS[i].STRIDE + 1)
         # Triton knows no stars.
         ks, vs = ks + (k,), vs + (v,)  # noqa: RUF005
+        k_scale, v_scale = k_scale + (k_scales[i] + row,), v_scale + (v_scales[i] + row,)  # noqa: RUF005
         first_steps, lengths = first_steps + (steps,), lengths + (length,)  # noqa: RUF005
         steps += tl.cdiv(length, C.TILE)
-    return Reads(ks, vs, first_steps, lengths), steps
+    return Reads(ks, vs, k_scale, v_scale, first_steps, lengths), steps
 
 
 @triton.jit
 def _load_step_rows(step, reads, rows, C: tl.constexpr):
-    """Returns (k, v, rows) of a step: pointers to the array that it reads, and its rows [TILE], negative for none."""
+    """Returns (k, v, k_scale, v_scale, rows) of a step: pointers to the array that it reads, and its rows [TILE].
+
+    Rows are negative where there is none.
+    """
     k, v, first_step, length = reads.k[0], reads.v[0], reads.first_step[0], reads.length[0]
+    k_scale, v_scale = reads.k_scale[0], reads.v_scale[0]
     first = 0 * step + C.ARRAYS[0].FIRST
     for i in tl.static_range(1, len(C.ARRAYS)):
         is_later = step >= reads.first_step[i]
         k, v = tl.where(is_later, reads.k[i], k), tl.where(is_later, reads.v[i], v)
+        if C.QUANTIZED:
+            k_scale = tl.where(is_later, reads.k_scale[i], k_scale)
+            v_scale = tl.where(is_later, reads.v_scale[i], v_scale)
         first = tl.where(is_later, C.ARRAYS[i].FIRST, first)
         first_step = tl.where(is_later, reads.first_step[i], first_step)
         length = tl.where(is_later, reads.length[i], length)
     position = (step - first_step) * C.TILE + tl.arange(0, C.TILE)  # in the list
-    return k, v, tl.load(rows + first + position, mask=position < length, other=-1)
+    return k, v, k_scale, v_scale, tl.load(rows + first + position, mask=position < length, other=-1)
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
@@ -208,6 +221,14 @@ def decode_kernel(
     v2,
     k3,
     v3,
+    k_scale0,  # float32 [B, ARRAYS[0].HEADS, ARRAYS[0].ROWS] and so on if QUANTIZED
+    v_scale0,
+    k_scale1,
+    v_scale1,
+    k_scale2,
+    v_scale2,
+    k_scale3,
+    v_scale3,
     heads,  # int32 [arrays, HEADS], heads of the arrays
     rows,  # int32 [B * TOKENS, LIST_HEADS, ROW_INTS], see `DecodeConstants`; row -1 is none
     sinks,  # float32 [HEADS, GROUP] if SINKS
@@ -237,20 +258,31 @@ def decode_kernel(
         q_row = q_tile.to(tl.float32)
         lane_m, lane_l, lane_acc = full(C.TILE, float("-inf")), full(C.TILE, 0.0), zeros(C.TILE, C.DV)
     k_arrays, v_arrays = (k0, k1, k2, k3), (v0, v1, v2, v3)
-    reads, steps = _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head, split, C)
+    k_scales, v_scales = (k_scale0, k_scale1, k_scale2, k_scale3), (v_scale0, v_scale1, v_scale2, v_scale3)
+    reads, steps = _open_arrays(
+        k_arrays, v_arrays, k_scales, v_scales, heads, rows, new, position, sequence, head, split, C
+    )
     split_steps = tl.cdiv(steps, C.SPLITS)
     first_step, end_step = split * split_steps, tl.minimum(split * split_steps + split_steps, steps)
     for step in tl.range(first_step, end_step, num_stages=C.STAGES):
-        k, v, kv_row = _load_step_rows(step, reads, rows, C)
+        k, v, k_scale, v_scale, kv_row = _load_step_rows(step, reads, rows, C)
         has_key = kv_row >= 0
         k_tile = load_rows(addresses(k, kv_row, C.H, C.D, True), has_key, C.H, C.D, True).to(dtype)  # [TILE, D]
         v_tile = load_rows(addresses(v, kv_row, C.HV, C.DV, True), has_key, C.HV, C.DV, True).to(dtype)  # [TILE, DV]
         if C.ROWS == 1:
-            scores = logits(tl.sum(k_tile.to(tl.float32) * q_row, 1), C)  # [TILE]
+            products = tl.sum(k_tile.to(tl.float32) * q_row, 1)  # [TILE]
+        else:
+            products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [ROWS, TILE]
+        if C.QUANTIZED:
+            row_scale = tl.load(k_scale + kv_row, mask=has_key, other=0.0)  # [TILE]
+            products = products * (row_scale if C.ROWS == 1 else row_scale[None, :])
+            v_row_scale = tl.load(v_scale + kv_row, mask=has_key, other=0.0)
+            v_tile = (v_tile.to(tl.float32) * v_row_scale[:, None]).to(dtype)
+        scores = logits(products, C)
+        if C.ROWS == 1:
             scores = tl.where(has_key, scores, float("-inf"))
             lane_m, lane_l, lane_acc = _update_lanes(lane_m, lane_l, lane_acc, scores, v_tile.to(tl.float32))
         else:
-            scores = logits(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), C)  # [ROWS, TILE]
             scores = tl.where(has_key[None, :], scores, float("-inf"))
             m_i, l_i, acc = _update(m_i, l_i, acc, scores, v_tile, dtype)
     if C.ROWS == 1:
