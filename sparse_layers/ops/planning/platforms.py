@@ -79,7 +79,7 @@ TUNING = {
         deterministic_bwd_block_shape=_TRITON.bwd_block_shape,
         capability="9.0",
         itemsize=2,
-        head_sizes=range(8, 129, 8),
+        head_sizes=range(8, 257, 8),
         min_jax=(0, 11, 1),
     ),
     "triton": _TRITON,

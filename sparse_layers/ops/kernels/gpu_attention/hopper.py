@@ -31,9 +31,7 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     from ..hopper_gpu import settings
     from .route import query_gather_unsupported, route
 
-    selection, sizes = operands.selection, (operands.query.shape[-1], operands.value.shape[-1])
-    if settings.is_wide(settings.padded_head_sizes(*sizes)):
-        return f"its kernels of heads above 128 have not run on a GPU yet, and these have {settings.size_text(*sizes)}"
+    selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS:
         gather_reason = query_gather_unsupported(call, operands)
         if gather_reason is None:
