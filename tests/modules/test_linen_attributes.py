@@ -16,6 +16,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
+from sparse_layers.modules.options import SelfAttentionOptions
 from tests.arrays import inputs
 from tests.modules.linen_layers import ARRAY, BLOCKS, UNION, F, N, T, attention, block, nnx_attention, nnx_block, pure
 
@@ -32,7 +33,9 @@ def test_attributes_and_their_defaults_are_those_of_nnx(name):
         assert fields[option].default == (dataclasses.MISSING if default is inspect.Parameter.empty else default)
     more = inspect.signature(nnx.MultiHeadAttention.__init__).parameters.keys() & fields.keys() - options.keys()
     assert more >= {"precision", "out_bias_init"}
-    assert fields.keys() - options.keys() - more <= inspect.signature(sl.SparseSelfAttention.__init__).parameters.keys()
+    attention_options = inspect.signature(sl.SparseSelfAttention.__init__).parameters.keys()
+    attention_options |= SelfAttentionOptions.__optional_keys__
+    assert fields.keys() - options.keys() - more <= attention_options
     documentation = getattr(linen, name).__doc__
     for field in fields:
         assert re.search(rf"^\s+(\w+, )*{field}(,\s+\w+)*: |^ .*\b{field}\b.*,$", documentation, re.M), field
@@ -48,6 +51,8 @@ def test_all_settings_of_the_block_reach_its_attention():
         "rope": sl.Rope(9.0),
         "rope_theta": 9.0,
         "use_sinks": True,
+        "gate_output": "headwise",
+        "cache_dtype": "int8",
         "scale": 0.7,
         "logits_soft_cap": 3.0,
         "implementation": "reference",
