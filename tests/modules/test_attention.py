@@ -230,7 +230,7 @@ def taken(function, *options):
 
 
 def test_options_that_are_handed_on_are_taken_where_they_go():
-    flax, layer = taken(nnx.MultiHeadAttention), taken(sl.SparseSelfAttention, layer_options.LayerOptions)
+    flax, layer = taken(nnx.MultiHeadAttention), taken(sl.SparseSelfAttention, layer_options.SelfAttentionOptions)
     assert flax - layer == {"in_kv_features", "attention_fn"}
     assert layer_options.LayerOptions.__optional_keys__ <= flax - taken(sl.SparseSelfAttention)
     block = taken(sl.SparseTransformerBlock, layer_options.AttentionOptions)
