@@ -153,6 +153,14 @@ def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
     return in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
 
 
+def flash_attention_3(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
+    """FlashAttention-3 in JAX, of the package flash_attn3_jax."""
+    module: Any = importlib.import_module("flash_attn3_jax")
+    options: Any = {"window_size": (-1, -1)} | (pattern.cudnn or {})
+    options["window_size"] = options.pop("local_window_size", options["window_size"])
+    return in_jax(functools.partial(module.flash_mha, **options), arrays)
+
+
 def ours_by_order(pattern: Pattern, arrays: list[jax.Array], implementation: str | None, packed: bool) -> Contender:
     """Our op with the order ids of the pattern's table [2, T], and if ``packed`` with its segment ids."""
     batch, seq_len = arrays[0].shape[:2]

@@ -1,10 +1,11 @@
-"""GPU kernels beside cuDNN and FlexAttention: speed by pattern and by length, memory, break-even density.
+"""GPU kernels beside cuDNN, FlashAttention-3 and FlexAttention: speed by pattern and length, memory, break-even.
 
     python -m benchmarks.gpu speed --head-size 128 --patterns causal strided --record speed.json
 
 Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``grouped``, keys that all attend to,
 under grouped heads; ``density`` at which block-random masks cost as much as dense causal attention; ``lengths``
-of sequences. Needs jax[cuda13]; FlexAttention is left out where there is no torch.
+of sequences. Needs jax[cuda13]; FlexAttention is left out where there is no torch, FlashAttention-3 where there is no
+flash_attn3_jax.
 
 Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
 formulas of its own and from a rule of its own for each pattern. In every 128 rows an error may be as large as twice
@@ -42,6 +43,7 @@ from .contenders import (
     block_pattern,
     cudnn,
     default_choice,
+    flash_attention_3,
     flex,
     gradients,
     op,
@@ -269,7 +271,10 @@ def ratio(above: float | None, below: float | None) -> str:
 
 
 def speed(report: Report, options: argparse.Namespace) -> None:
-    """Every pattern and head size, ours beside FlexAttention and cuDNN."""
+    """Every pattern and head size, ours beside FlexAttention, cuDNN and, if installed, FlashAttention-3."""
+    libraries = {"cuDNN": cudnn}
+    if importlib.util.find_spec("flash_attn3_jax"):
+        libraries["FA3"] = flash_attention_3
     for head_size in options.head_size:
         sizes = options.seq_len, options.batch, options.heads, head_size, options.key_heads, options.dtype
         arrays, rows = inputs(*sizes), []
@@ -285,18 +290,20 @@ def speed(report: Report, options: argparse.Namespace) -> None:
             report.say(f"{name}: implementation=None runs {choice!r}")
             if choice != options.implementation:
                 mine[f"{name}, default: {choice}"] = case.run("default", ours, None)
-            theirs = {} if options.no_flex else case.run("FlexAttention", flex)
-            library = case.run("cuDNN", cudnn) if pattern.cudnn else {}
+            if options.beside:
+                mine[f"{name}, {options.beside}"] = case.run(options.beside, ours, options.beside)
+            theirs = [{} if options.no_flex else case.run("FlexAttention", flex)]
+            theirs += [case.run(x, build) if pattern.cudnn else {} for x, build in libraries.items()]
             scale = 4 * head_size * pairs_of(pattern, options.seq_len) * options.batch * options.heads / 1e9
             for label, times in mine.items():
                 rows.append([label])
                 for direction, factor in DIRECTIONS.items():
-                    three_times = [x.get(direction) for x in (times, theirs, library)]
-                    rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in three_times]
-                    rows[-1].append(ratio(three_times[1], three_times[0]))
+                    ms = [x.get(direction) for x in (times, *theirs)]
+                    rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in ms]
+                    rows[-1].append(ratio(ms[1], ms[0]))
         heads = f"{options.heads}:{options.key_heads or options.heads}"
         shape = f"B={options.batch}, T={options.seq_len}, H={heads}, D={head_size}, {options.dtype}"
-        columns = [f"{contender} {x}" for x in DIRECTIONS for contender in ("ours", "Flex", "cuDNN", "Flex / ours")]
+        columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "Flex", *libraries, "Flex / ours")]
         title = f"{shape}; ms (TFLOP/s); ours is {options.implementation!r}"
         report.table(title, [f"D={head_size}", *columns], rows)
 
@@ -445,6 +452,7 @@ def main() -> int:
     parser.add_argument("--head-size", nargs="+", type=int, default=[128, 64], help="density: the first of them")
     parser.add_argument("--patterns", nargs="+", default=SPEED, choices=patterns(BLOCK), metavar="PATTERN")
     parser.add_argument("--implementation", default="triton", choices=sl.implementations())
+    parser.add_argument("--beside", choices=sl.implementations(), help="speed: another implementation of ours")
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
