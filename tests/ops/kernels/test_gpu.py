@@ -32,7 +32,7 @@ if jax.devices()[0].compute_capability == "9.0":
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), [(name, dtype) for name in DTYPES for dtype in DTYPES[name]])
-@pytest.mark.parametrize("size", [64, 96, 128])
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
 @pytest.mark.parametrize("name", SMALL)
 def test_presets(name, size, implementation, dtype):
     mask = sl.preset(name, **OPTIONS.get(name, NEEDED[name]))
@@ -69,8 +69,11 @@ def test_processes_that_share_the_gpu(implementation):
 CALLS = int(os.environ.get("RANDOM_CALLS", "50"))
 
 
-def random_case(seed: int):
-    """Any mask, lengths, heads, sizes and options; a selection in one of four."""
+HEAD_SIZES = {"narrow": (64, 128, 128, 40, 96, 8), "wide": (256, 192, 256, 160)}
+
+
+def random_case(seed: int, head_sizes: tuple[int, ...]):
+    """Any mask, lengths, heads and options, and one of the head sizes; a selection in one of four."""
     draw = np.random.default_rng(seed)
 
     def one_of(*choices):
@@ -98,7 +101,7 @@ def random_case(seed: int):
     batch = one_of(1, 2)
     options = {
         "heads": one_of((2, 2), (4, 2), (8, 1), (6, 2)),
-        "sizes": (size := one_of(64, 128, 128, 40, 96, 8), one_of(size, size, 72)),
+        "sizes": (size := one_of(*head_sizes), one_of(size, size, 72 if size <= 128 else 128)),
         "batch": batch,
         "dtype": one_of("bfloat16", "float16"),
         "sinks": maybe(0.3),
@@ -117,10 +120,11 @@ def random_case(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(CALLS))
+@pytest.mark.parametrize("heads", HEAD_SIZES)
 @pytest.mark.parametrize("implementation", [name for name in DTYPES if name == "hopper"])
-def test_random_calls(implementation, seed):
+def test_random_calls(implementation, heads, seed):
     """``RANDOM_CALLS=1000`` makes as many; passes that these kernels do not do are the others' part of the call."""
-    check_twice(random_case(seed), implementation)
+    check_twice(random_case(seed, HEAD_SIZES[heads]), implementation)
 
 
 GRANULARITIES = {1: 331, 16: 257, 64: 500, 128: 389}  # and lengths that are no multiples of anything
