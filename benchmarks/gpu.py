@@ -272,10 +272,10 @@ def ratio(above: float | None, below: float | None) -> str:
 
 def speed(report: Report, options: argparse.Namespace) -> None:
     """Every pattern and head size, ours beside FlexAttention, cuDNN and, if installed, FlashAttention-3."""
-    libraries = {"cuDNN": cudnn}
-    if importlib.util.find_spec("flash_attn3_jax"):
-        libraries["FA3"] = flash_attention_3
     for head_size in options.head_size:
+        libraries = {"cuDNN": cudnn}
+        if head_size <= 128 and importlib.util.find_spec("flash_attn3_jax"):  # it is built for these
+            libraries["FA3"] = flash_attention_3
         sizes = options.seq_len, options.batch, options.heads, head_size, options.key_heads, options.dtype
         arrays, rows = inputs(*sizes), []
         for name in options.patterns:
