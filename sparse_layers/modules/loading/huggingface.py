@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...arguments.checks import strict_kwargs
 from ...ops.kernels.numerics import accumulator_dtype
 from ..attention_fn import Pattern
+from ..mixture import MixtureOfExperts
 from ..options import LoadedModelOptions
 from ..settings import check_settings, check_stream
 from ..transformer import SparseTransformer
@@ -42,6 +44,8 @@ def from_huggingface(
     dtype: Dtype | None = None,
     param_dtype: Dtype | None = None,
     rngs: nnx.Rngs | None = None,
+    expert_axis: str | None = None,
+    token_axes: str | tuple[str, ...] = (),
     **options: Unpack[LoadedModelOptions],
 ) -> SparseTransformer:
     """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
@@ -64,6 +68,8 @@ def from_huggingface(
       param_dtype: dtype of the parameters; None for that of the file's token embedding.
       rngs: random number generators for dropout; None for ``nnx.Rngs(0)``. With a dropout_rate, loading draws one key
         of the stream ``dropout`` (or ``default``), otherwise none.
+      expert_axis, token_axes: see `MixtureOfExperts`. Under ``jax.set_mesh``, each device gets its experts only, and
+        all other parameters.
       **options: all other arguments of `SparseTransformer` that the files do not fix: ``causal`` (False for patterns
         that look ahead), ``dropout_rate``, ``remat``, ``scan_layers``, ``implementation``, ``selection``, ``use_sinks``
         (sinks start at zero), ...
@@ -79,7 +85,7 @@ def from_huggingface(
         unknown architecture, activation, kind of layer or of rotary position embeddings, or with quantized tensors;
         missing or additional tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding
         it is tied to; more positions than were learned; an option that the configuration fixes (Gemma's scale and soft
-        caps); and errors of `SparseTransformer`.
+        caps); an expert_axis of a model without experts; and errors of `SparseTransformer`.
 
     Example:
       >>> import json, pathlib, tempfile, jax.numpy as jnp, numpy as np, sparse_layers as sl
@@ -104,6 +110,7 @@ def from_huggingface(
     path = path_of("folder", folder)
     arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check_arguments(arguments, options)
+    arguments |= {"expert_axis": expert_axis, "token_axes": token_axes}
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
     refuse_other_formats(path)
@@ -185,7 +192,7 @@ def _load(
 ) -> SparseTransformer:
     """Makes the model of a configuration and loads its tensors.
 
-    `from_huggingface` documents patterns, ``arguments`` (seq_len, dtype, param_dtype and rngs) and options.
+    `from_huggingface` documents patterns, ``arguments`` (all other named ones) and options.
     """
     seq_len, dtype, param_dtype, rngs = (arguments[name] for name in ("seq_len", "dtype", "param_dtype", "rngs"))
     files = {name: tensor for name, tensor in tensors().items() if not _BUFFERS.fullmatch(name)}
@@ -203,6 +210,8 @@ def _load(
         raise ValueError(f"seq_len={seq_len}: {path} has {positions} positions, and no more can be made of them")
     settings |= {"seq_len": seq_len or positions, "dtype": dtype}
     settings["patterns"] = settings["patterns"] if patterns is None else patterns
+    if arguments.get("expert_axis") or arguments.get("token_axes"):
+        settings["mlp"] = _divide_experts(settings["mlp"], arguments, str(config.file))
     settings["tie_embeddings"] = config.get("tie_word_embeddings", _HEAD not in files)
     _check_tensors(path, files, embedding, settings["tie_embeddings"])
     if settings["tie_embeddings"]:
@@ -233,9 +242,27 @@ def _load(
     for param_path, param_mappings in mappings.items():
         # The sum of 1 and a small difference has more digits than half precision holds.
         value_dtype = accumulator_dtype(param_dtype) if param_mappings[0].offset else param_dtype
-        value = _read(param_mappings, files, params[param_path].shape, value_dtype)
+        sharding = _param_sharding(param_path, model.scan_layers, arguments.get("expert_axis"))
+        value = _read(param_mappings, files, params[param_path].shape, value_dtype, sharding)
         nnx.update(model, nnx.from_flat_state([(param_path, params[param_path].replace(value))]))
     return model
+
+
+def _divide_experts(mlps: Sequence[Any], axes: Mapping[str, Any], file: str) -> tuple[Any, ...]:
+    """Returns the MLPs of layers, whose mixtures get the ``expert_axis`` and ``token_axes`` of ``axes``."""
+    if not any(isinstance(mlp, MixtureOfExperts) for mlp in mlps):
+        raise ValueError(f"expert_axis must be None, as {file} has no experts, got {axes['expert_axis']!r}")
+    names = {name: axes[name] for name in ("expert_axis", "token_axes")}
+    return tuple(dataclasses.replace(mlp, **names) if isinstance(mlp, MixtureOfExperts) else mlp for mlp in mlps)
+
+
+def _param_sharding(param_path: PathParts, scan_layers: bool, expert_axis: str | None) -> NamedSharding | None:
+    """Returns the sharding of a parameter over the mesh in force, None without a mesh or an expert_axis."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or expert_axis is None:
+        return None
+    is_expert = str(param_path[-2]).startswith("experts_")
+    return NamedSharding(mesh, PartitionSpec(*[None] * scan_layers, expert_axis) if is_expert else PartitionSpec())
 
 
 def _rng_seeds(rngs: nnx.Rngs | None, dropout_rate: float | None) -> dict[str, Any]:
@@ -329,7 +356,11 @@ class TensorMapping:
 
 
 def _read(
-    mappings: list[TensorMapping], files: Mapping[str, TensorInfo], shape: tuple[int, ...], dtype: Dtype
+    mappings: list[TensorMapping],
+    files: Mapping[str, TensorInfo],
+    shape: tuple[int, ...],
+    dtype: Dtype,
+    sharding: NamedSharding | None,
 ) -> jax.Array:
     """Reads a parameter: of one layer or all scanned layers, of all experts; the host holds one tensor at a time."""
 
@@ -340,8 +371,8 @@ def _read(
         return jnp.asarray(value).block_until_ready()
 
     if len(shape) == len(mappings[0].shape):
-        return read_layer(mappings[0])
-    layers = jnp.zeros(shape, dtype)
+        return jax.device_put(read_layer(mappings[0]), sharding)
+    layers = jnp.zeros(shape, dtype, device=sharding)
     stack = shape[: len(shape) - len(mappings[0].shape)]  # layers, experts, or both
     for index, mapping in zip(np.ndindex(*stack), mappings, strict=True):
         layers = _set_layer(layers, index, read_layer(mapping)).block_until_ready()

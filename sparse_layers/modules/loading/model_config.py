@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from ...masks import And
 from ...masks.primitives import Causal, Window
 from ..attention import SparseSelfAttention
 from ..block import SparseTransformerBlock
+from ..mixture import MixtureOfExperts
 from ..rope import LongRopeScaling, Rope
 from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias
 from ..sparse_attention import JointRMSNorm
@@ -27,7 +28,9 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
 }  # names in transformers other than XyzForCausalLM
 _BIASES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "smollm3", "granite"), ("attention_bias", "mlp_bias"))
-_BIASES |= dict.fromkeys(("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3"), ("attention_bias",))
+_BIASES |= dict.fromkeys(
+    ("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3_moe", "gpt_oss"), ("attention_bias",)
+)
 _DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
 _DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
 _DEFAULTS |= dict.fromkeys(("residual_scale", "logits_scale"))
@@ -79,10 +82,11 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
     """
     blocks = _blocks(model)
     layers = [_layer_settings(number, block) for number, block in enumerate(blocks)]
+    mlps = tuple(layer.pop("mlp") for layer in layers)
     differing = [i for i, layer in enumerate(layers) if layer != layers[0]]
     if differing:
         raise ValueError(
-            f"model: layers must be equal except for patterns and rope, layer {differing[0]} differs from layer 0"
+            f"model: layers must be equal except for patterns, rope and mlp, layer {differing[0]} differs from layer 0"
         )
     ropes = tuple(block.attention.attention_fn.rope for block in blocks)
     tables = (
@@ -102,6 +106,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
             "norm_epsilon": epsilons.pop() if len(epsilons) == 1 else tuple(sorted(epsilons)),
             "seq_len": model.seq_len,
             "rope": ropes,
+            "mlp": mlps,
             "embedding_scale": model.embedding_scale,
             "logits_scale": model.logits_scale,
             "final_soft_cap": model.final_soft_cap,
@@ -117,15 +122,15 @@ def _blocks(model: SparseTransformer) -> list[SparseTransformerBlock]:
 
 def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any]:
     attention: Any = block.attention
-    if not isinstance(attention, SparseSelfAttention) or block.mlp_in is None:
-        mlp = "an MLP of make_mlp" if block.experts is None else "a mixture of experts"
-        module = type(attention).__name__ if block.mlp_in is not None else mlp
+    mlp_in: Any = block.mlp_in if block.experts is None else block.experts.experts_in
+    if not isinstance(attention, SparseSelfAttention) or mlp_in is None:
+        module = type(attention).__name__ if mlp_in is not None else "an MLP of make_mlp"
         raise ValueError(f"model: layer {number} has {module}, which Hugging Face's files have no names for")
     norms = [block.attention_norm, block.attention_out_norm, block.mlp_norm, block.mlp_out_norm]
     norms += [attention.query_ln, attention.key_ln]
     norm_names = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms", JointRMSNorm: "rms_joint"}
     before, after = block.attention_norm is not None, block.attention_out_norm is not None
-    projections = {name: getattr(attention, name) for name in PROJECTIONS} | {"mlp": block.mlp_in}
+    projections = {name: getattr(attention, name) for name in PROJECTIONS} | {"mlp": mlp_in}
     return {
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
@@ -134,13 +139,20 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
         "logits_soft_cap": attention.attention_fn.fn.logits_soft_cap,
         "normalize_qk": norm_names[type(attention.query_ln)] if attention.normalize_qk else False,
         "use_bias": frozenset(name for name, linear in projections.items() if linear.bias is not None),
-        "mlp": block.mlp,
-        "mlp_features": block.mlp_in.out_features,
+        "mlp": _sized_mlp(block.mlp, mlp_in.kernel.shape[-1]),
+        "use_sinks": attention.sinks is not None,
         "norm_placement": "sandwich" if before and after else "pre" if before else "post",
         "norm_epsilon": frozenset(norm.epsilon for norm in norms if norm is not None),
         "parallel": block.parallel,
         "residual_scale": block.residual_scale,
     }
+
+
+def _sized_mlp(mlp: Any, features: int) -> Any:
+    """Returns an MLP with its hidden features: (activation, features), or a mixture without mesh axes."""
+    if not isinstance(mlp, MixtureOfExperts):
+        return mlp, features
+    return dataclasses.replace(mlp, features=mlp.features or features, expert_axis=None, token_axes=())
 
 
 def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,14 +164,18 @@ def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     completed["use_bias"] = projections_with_bias(completed["use_bias"], BLOCK_PROJECTIONS)
     completed["normalize_qk"] = completed["norm"] if completed["normalize_qk"] is True else completed["normalize_qk"]
     ropes = completed["rope"] or (None,)
-    completed["rope"] = tuple(ropes[layer % len(ropes)] for layer in range(completed["num_layers"]))
+    mlps = completed["mlp"] if isinstance(completed["mlp"], tuple) else (completed["mlp"],)
+    for name, cycle in (("rope", ropes), ("mlp", [_sized_mlp(mlp, completed["mlp_features"]) for mlp in mlps])):
+        completed[name] = tuple(cycle[layer % len(cycle)] for layer in range(completed["num_layers"]))
     return completed
 
 
 def _difference(settings: Mapping[str, Any], config_settings: Mapping[str, Any]) -> str:
     """Describes the first setting that differs; with rotary position embeddings, seq_len may."""
     for name, value in settings.items():
-        config_value = config_settings[name]
+        config_value = config_settings.get(name, value)  # use_sinks is a setting of one family only
+        if name == "mlp" and value != config_value:  # of the first layer that differs
+            value, config_value = next(pair for pair in zip(value, config_value, strict=True) if pair[0] != pair[1])
         are_floats = isinstance(value, float) and isinstance(config_value, float)
         is_close = are_floats and math.isclose(value, config_value)
         if value != config_value and not is_close and not (name == "seq_len" and settings["positions"] == "rope"):
@@ -206,35 +222,30 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
     family = FAMILIES[name]
     common = {
         "model_type": name,
-        "architectures": [_CLASSES.get(name, f"{name.removesuffix('_text').capitalize()}ForCausalLM")],
+        "architectures": [_CLASSES.get(name, f"{name.removesuffix('_text').title().replace('_', '')}ForCausalLM")],
         "vocab_size": settings["vocab_size"],
         "tie_word_embeddings": settings["tie_embeddings"],
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # transformers has defaults for these
         "dtype": jnp.dtype(model.token_embedding.embedding.dtype).name,
     }
-    mlps = MLPS if family.conv1d else GATED_MLPS
-    activation = next((name for name, mlp in mlps.items() if mlp == settings["mlp"]), next(iter(mlps)))
+    common |= _mlp_entries(name, family, settings["mlp"])
     if family.conv1d:
         return common | {
             "n_embd": settings["features"],
             "n_layer": settings["num_layers"],
             "n_head": settings["num_heads"],
             "n_positions": settings["seq_len"],
-            "n_inner": settings["mlp_features"],
-            "activation_function": activation,
             "layer_norm_epsilon": settings["norm_epsilon"],
         }
     biases = {"attention_bias": "out" in settings["use_bias"], "mlp_bias": "mlp" in settings["use_bias"]}
     entries = common | {
         "hidden_size": settings["features"],
-        "intermediate_size": settings["mlp_features"],
         "num_hidden_layers": settings["num_layers"],
         "num_attention_heads": settings["num_heads"],
         "num_key_value_heads": settings["num_kv_heads"],
         "head_dim": settings["head_dim"],
         "max_position_embeddings": settings["seq_len"],
         "rms_norm_eps": settings["norm_epsilon"],
-        "hidden_activation" if family.zero_centered_norms else "hidden_act": activation,
         **{key: biases[key] for key in _BIASES.get(name, ())},
     }
     if family.zero_centered_norms:
@@ -247,6 +258,30 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
         entries |= {"attention_multiplier": settings["scale"]}
         entries |= {"logits_scaling": _rounded(1 / (settings["logits_scale"] or 1.0))}
     return entries | _layer_entries(name, family, model, settings)
+
+
+def _mlp_entries(name: str, family: Family, mlps: Sequence[Any]) -> dict[str, Any]:
+    """Returns the entries of MLPs and experts; ``mlps`` are those of layers, see `_sized_mlp`."""
+    mixture = next((mlp for mlp in mlps if isinstance(mlp, MixtureOfExperts)), None)
+    dense_layers = [layer for layer, mlp in enumerate(mlps) if not isinstance(mlp, MixtureOfExperts)]
+    if mixture is not None and not dense_layers:
+        mlp, features = mixture.activation, mixture.features
+    else:
+        mlp, features = mlps[dense_layers[0]]
+    activations = MLPS if family.conv1d else GATED_MLPS
+    activation = next((key for key, value in activations.items() if value == mlp), next(iter(activations)))
+    if family.conv1d:
+        return {"n_inner": features, "activation_function": activation}
+    entries: dict[str, Any] = {"intermediate_size": features}
+    entries["hidden_activation" if family.zero_centered_norms else "hidden_act"] = activation
+    if mixture is not None and "blocks.experts.router" in family.names:
+        entries |= {"num_local_experts": mixture.num_experts, "num_experts_per_tok": mixture.top_k}
+        if name == "qwen3_moe":
+            entries |= {"num_experts": mixture.num_experts, "moe_intermediate_size": mixture.features}
+            entries |= {"norm_topk_prob": mixture.normalize, "mlp_only_layers": dense_layers, "decoder_sparse_step": 1}
+        if name == "gpt_oss":
+            entries |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    return entries
 
 
 def _rounded(x: float) -> float:
@@ -276,7 +311,7 @@ def _layer_entries(name: str, family: Family, model: SparseTransformer, settings
     if name == "smollm3":
         rotates = [int(rope is not None) for rope in settings["rope"]]
         entries |= {"use_sliding_window": any(is_sliding), "no_rope_layers": rotates}
-    if name in ("mistral", "phi3"):
+    if name in ("mistral", "phi3", "mixtral", "qwen3_moe"):
         entries["sliding_window"] = size if all(is_sliding) else None
     if name == "phi3":
         rotary_dim = first_rope.rotary_dim or settings["head_dim"]

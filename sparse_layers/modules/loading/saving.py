@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import PathParts
@@ -159,8 +158,8 @@ def _write_tensors(
 
     tensors: dict[str, list[tuple[TensorMapping, Any, int]]] = {}
     for param_path, param_mappings in mappings.items():
-        for layer, mapping in enumerate(param_mappings):
-            tensors.setdefault(mapping.name, []).append((mapping, params[param_path], layer))
+        for index, mapping in enumerate(param_mappings):
+            tensors.setdefault(mapping.name, []).append((mapping, params[param_path], index))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, ((mapping, param, _), *_) in tensors.items():
@@ -178,8 +177,10 @@ def _write_tensors(
 def _tensor(slices: list[tuple[TensorMapping, Any, int]], dtype: Any) -> np.ndarray:
     """Returns a tensor of the file, from one parameter or several side by side; undoes `TensorMapping.read`."""
     tensor = np.empty(slices[0][0].tensor_shape, dtype)
-    for mapping, param, layer in slices:
-        x = np.asarray(jnp.reshape(param[...], (-1, *mapping.shape))[layer])  # one of the scanned layers
-        target = (tensor.T if mapping.transposed else tensor)[..., mapping.outputs]
+    for mapping, param, index in slices:
+        stack = param.shape[: len(param.shape) - len(mapping.shape)]  # layers, experts, or both
+        x = np.asarray(param[np.unravel_index(index, stack)])
+        target = tensor if mapping.row is None else tensor[mapping.row]
+        target = (target.T if mapping.transposed else target)[..., mapping.outputs]
         target[...] = (x.astype(np.float32) - mapping.offset if mapping.offset else x).reshape(target.shape)
     return tensor

@@ -18,6 +18,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers.modules.loading.config import Config
 from sparse_layers.modules.loading.families import read_settings
+from tests.programs import on_devices
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = ["gpt_oss", "mixtral", "qwen3_moe"]
@@ -127,9 +128,46 @@ def test_mxfp4_becomes_bfloat16(tmp_path):
     assert np.abs(np.asarray(loaded.blocks[0].experts.experts_in.kernel[...], np.float32)).max() > 1
 
 
-def test_saving_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="layer 0 has a mixture of experts, which Hugging Face's files have no names"):
-        sl.to_huggingface(sl.from_huggingface(FIXTURES / "mixtral"), tmp_path / "new")
+def test_experts_that_no_family_has_are_not_saved(tmp_path):
+    mixture = sl.MixtureOfExperts(4, 2, features=8, shared_features=8)
+    options = {"positions": "rope", "norm": "rms", "use_bias": False, "seq_len": 16, "mlp": mixture}
+    model = sl.SparseTransformer(11, 2, 8, 1, patterns="causal", **options, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"mixtral: mlp, MixtureOfExperts\(.* shared_features=8, .* in the model and"):
+        sl.to_huggingface(model, tmp_path / "new")
+
+
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+import sparse_layers as sl
+
+tokens = jnp.arange(40).reshape(2, 20)
+run = nnx.jit(lambda model, tokens: model(tokens, deterministic=True))
+mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+for name, shape, scan_layers in (("qwen3_moe", (3, 12, 32), False), ("mixtral", (3, 2, 24, 32), True)):
+    options = {"param_dtype": jnp.float32, "implementation": "reference", "scan_layers": scan_layers}
+    known = run(sl.from_huggingface(f"{sys.argv[1]}/{name}", **options), tokens)
+    with jax.set_mesh(mesh):
+        axes = {"expert_axis": "expert", "token_axes": "data"}
+        model = sl.from_huggingface(f"{sys.argv[1]}/{name}", **axes, **options)
+        kernel = model.blocks[0].experts.experts_out.kernel
+        assert kernel.sharding.shard_shape(kernel.shape) == shape
+        np.testing.assert_allclose(run(model, tokens), known, atol=1e-4)
+print("fine")
+"""
+
+
+def test_experts_are_loaded_onto_their_devices():
+    """Logits are those of one device; one of the models has scanned layers."""
+    assert on_devices(4, "-c", PROGRAM, str(FIXTURES)) == "fine\n"
+
+
+def test_an_expert_axis_needs_experts():
+    with pytest.raises(ValueError, match=r"expert_axis must be None, as .*config.json has no experts, got 'expert'"):
+        sl.from_huggingface(FIXTURES / "qwen3", expert_axis="expert")
+    with pytest.raises(ValueError, match=r"token_axes=\('data',\) must differ from expert_axis, which must be set"):
+        sl.from_huggingface(FIXTURES / "mixtral", token_axes="data")
 
 
 PEAK = """
