@@ -3,7 +3,9 @@
 No GPU is needed: programs are lowered for one. `test_gpu.py` runs them.
 """
 
+import functools
 import stat
+import threading
 import types
 
 import jax
@@ -168,6 +170,55 @@ def test_scratch_memory_is_asked_for(plugin):
     lowered(lambda x: bridge.call_triton(_copy, (1,), [x], [x], {"N": 64}, 4, 1)[0], x[0])
     (*_, size, align), without = plugin.kernels
     assert size > 0 and align >= 64 and len(without) == 7
+
+
+def launch_both(x):
+    """Returns a sum of launches of two kernels, one of them twice."""
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return sum(bridge.call_triton(_copy, (1,), [x], [shape], {"N": n}, 4, 1)[0] for n in (16, 32, 16))
+
+
+def test_kernels_of_a_program_compile_at_the_same_time(plugin, monkeypatch):
+    both = threading.Barrier(2)
+
+    @functools.cache
+    def compile_slowly(*args):
+        both.wait(timeout=60)
+        return fake_compiled(*args)
+
+    monkeypatch.setattr(bridge, "compiled", compile_slowly)
+    calls = jax.make_jaxpr(launch_both)(jnp.zeros(64)).eqns
+    first, second, third = [x.params["attributes"] for x in calls if x.primitive.name == "ffi_call"]
+    assert first == third != second and hash(first) == hash(third)  # JAX finds programs of equal launches
+    assert lowered(launch_both, jnp.zeros(64)).count(f"custom_call @{bridge.TARGET}(") == 3
+    assert compile_slowly.cache_info().misses == 2
+
+
+def test_a_kernel_that_fails_to_compile_is_tried_again(plugin, monkeypatch):
+    def compile_wrongly(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(bridge, "compiled", compile_wrongly)
+    traced = jax.jit(launch_both).trace(jnp.zeros(32))
+    with pytest.raises(OSError, match="no space left"):
+        traced.lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(bridge, "compiled", fake_compiled)
+    assert bridge.TARGET in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_only_other_kernels_are_assembled_by_triton(monkeypatch):
+    binaries, compile_kernel = [], bridge.compile_kernel
+
+    def record(*args):
+        kernel = compile_kernel(*args)
+        binaries.append(kernel.asm["cubin"])
+        return kernel
+
+    monkeypatch.setattr(bridge, "compile_kernel", record)
+    arguments = _copy, ("*fp32", "*fp32"), (("N", 128),), 90, (("num_warps", 1),)
+    assert ".target sm_90" in bridge.compiled(*arguments).ptx and binaries == [b""]
+    kernel, types, constants, capability, options = arguments
+    assert compile_kernel(kernel, types, dict(constants), capability, dict(options)).asm["cubin"]
 
 
 @pytest.mark.parametrize("dtype", bridge.TYPES)

@@ -26,7 +26,6 @@ from sparse_layers.ops.planning import platforms
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 import triton
-from triton import knobs
 
 from benchmarks.gluon_resources import hazards, overlap, resources
 
@@ -123,13 +122,6 @@ GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, pla
 UNPROMISED = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
 
 
-def without_ptxas(backend=None, stages=None, *_):
-    """A hook of Triton's, by which it leaves PTX as it is: JAX compiles that, and `resources`."""
-    if stages is not None:
-        stages["cubin"] = lambda *_: b""
-    return "without ptxas", "without ptxas"
-
-
 @functools.cache
 def exported(case, devices):
     """(the program for GPUs, what jaxlib was asked for, the compiled kernels by name); a GPU has two batch entries."""
@@ -168,7 +160,6 @@ def exported(case, devices):
         patch.setattr(jaxlib, "gpu_triton", recorded, raising=False)
         patch.setattr(bridge, "compiled", compiled)
         patch.setattr(bridge, "gluon_unsupported", lambda: None)
-        patch.setattr(knobs.runtime, "add_stages_inspection_hook", without_ptxas)
         patch.setattr(bridge, "call_triton", zero_outputs)
         patch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
         patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(block_shapes=((128, 128),)))

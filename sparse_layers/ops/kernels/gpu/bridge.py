@@ -6,10 +6,13 @@ to compile. JAX prunes, copies and orders the calls as it does those of any othe
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -225,9 +228,35 @@ def compile_kernel(
     constexprs = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
     aligned = {(i,): [["tt.divisibility", _ALIGNMENT]] for i, name in enumerate(names) if signature[name][0] == "*"}
     source = Source(kernel, signature, constexprs, aligned)
+    trace = source.make_ir
+
+    def trace_alone(*args: Any) -> Any:
+        with _PARSING:
+            return trace(*args)
+
+    source.make_ir = trace_alone
     # Triton is about to change its default for fused multiply-add.
     target, enabled = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": True}
     return triton.compile(source, target=target, options=enabled | dict(options))
+
+
+# Held by the thread that parses the source of kernels. CPython before 3.11.9 and 3.12.3 fails in two threads at a time
+# ("AST constructor recursion depth mismatch"); Triton's passes and LLVM run without this lock, and without the GIL.
+_PARSING = threading.Lock()
+# True in the context of `compiled`.
+_PTX_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("PTX only", default=False)
+
+
+def _skip_ptxas(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str]:
+    """A hook of Triton's compiler, which makes no machine code in `compiled`, and changes nothing elsewhere.
+
+    jaxlib takes PTX and assembles that itself. Triton calls hooks without arguments for an addition to its cache's keys.
+    """
+    if not _PTX_ONLY.get():
+        return "", ""
+    if stages is not None:
+        stages["cubin"] = lambda *_: b""
+    return "PTX only", "PTX only"
 
 
 @functools.lru_cache(maxsize=512)
@@ -238,8 +267,16 @@ def compiled(
     capability: int,
     options: tuple[tuple[str, Any], ...],
 ) -> Compiled:
-    """Compiles a kernel by `compile_kernel`, once; constants and options are items of its mappings."""
-    result = compile_kernel(kernel, types, dict(constants), capability, dict(options))
+    """Compiles a kernel by `compile_kernel` to PTX, once; constants and options are items of its mappings."""
+    from triton import knobs
+
+    if knobs.runtime.add_stages_inspection_hook is None:  # else the user's hook decides
+        knobs.runtime.add_stages_inspection_hook = _skip_ptxas
+    token = _PTX_ONLY.set(True)
+    try:
+        result = compile_kernel(kernel, types, dict(constants), capability, dict(options))
+    finally:
+        _PTX_ONLY.reset(token)
     data = result.metadata
     return Compiled(
         data.name,
@@ -251,6 +288,57 @@ def compiled(
     )
 
 
+@functools.cache
+def _compiler_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="sparse_layers compiler")
+
+
+# Kernels that are compiling, by the arguments of `compiled`.
+_COMPILING: dict[tuple[Any, ...], Future[Compiled]] = {}
+
+
+def _compile_in_background(arguments: tuple[Any, ...]) -> Future[Compiled]:
+    """Returns the result of `compiled` to come. A kernel that is compiling already does not start once more."""
+    with _PARSING:  # the hash of a kernel is that of its source
+        future = _COMPILING.get(arguments)
+        if future is None:
+            future = _COMPILING[arguments] = _compiler_threads().submit(compiled, *arguments)
+            future.add_done_callback(lambda _: _COMPILING.pop(arguments, None))
+    return future
+
+
+@dataclasses.dataclass(frozen=True)
+class _LaunchMessage:
+    """The message by which jaxlib launches a kernel. JAX asks for it when it lowers a program.
+
+    Until then the kernels of the program compile at the same time, and while JAX traces the rest. Equal launches are
+    equal, so that JAX finds its programs of them.
+    """
+
+    code: tuple[Any, ...]  # the arguments of `compiled`
+    grid: tuple[int, ...]
+    # Of each parameter: its TMA descriptor without the array, None for a pointer.
+    parameters: tuple[TensorDescriptor | None, ...]
+
+    def __jax_array__(self) -> bytes:
+        """Returns the message. JAX calls this method to make an attribute of a program from an object of ours."""
+        from jaxlib import gpu_triton
+
+        code, capability = _compile_in_background(self.code).result(), self.code[3]
+        values, descriptors = [], iter(code.descriptors)
+        for x in self.parameters:
+            values += (
+                [gpu_triton.create_array_parameter(0, _ALIGNMENT)]
+                if x is None
+                else _descriptor_parameters(x, next(descriptors))
+            )
+        binary = gpu_triton.TritonKernel(
+            code.name, code.num_warps, 1, code.shared, code.ptx, "", capability, *code.scratch
+        )
+        sizes = (*self.grid, 1, 1)[:3]
+        return zlib.compress(gpu_triton.TritonKernelCall(binary, *sizes, values).to_proto(code.name, b""))
+
+
 def _launch(kernel, grid, arrays, parameters, results, constants, options, aliases) -> Sequence[jax.Array]:
     """Launches a kernel, or records that. ``parameters`` are arrays, shapes or descriptors, in the kernel's order."""
     launches = _RECORD.get()
@@ -258,27 +346,16 @@ def _launch(kernel, grid, arrays, parameters, results, constants, options, alias
         dtypes = tuple((x.array if isinstance(x, TensorDescriptor) else x).dtype.name for x in parameters)
         launches.append(RecordedLaunch(kernel, dtypes, dict(constants), dict(options), _CONDITION.get()))
         return [jnp.zeros(x.shape, x.dtype) for x in results]
-    from jaxlib import gpu_triton
-
     device = hardware.local_device()
     assert isinstance(device, hardware.Device), device
     options = options | {"ptx_version": device.ptx_version}
-    types, constants = tuple(map(_type, parameters)), tuple(constants.items())
-    code = compiled(kernel, types, constants, device.capability, tuple(options.items()))
-    values, descriptors = [], iter(code.descriptors)
-    for x in parameters:
-        values += (
-            _descriptor_parameters(x, next(descriptors))
-            if isinstance(x, TensorDescriptor)
-            else [gpu_triton.create_array_parameter(0, _ALIGNMENT)]
-        )
-    binary = gpu_triton.TritonKernel(
-        code.name, code.num_warps, 1, code.shared, code.ptx, "", device.capability, *code.scratch
-    )
-    sizes = (*grid, 1, 1)[:3]
-    message = gpu_triton.TritonKernelCall(binary, *sizes, values).to_proto(code.name, b"")
+    types = tuple(map(_type, parameters))
+    code = (kernel, types, tuple(constants.items()), device.capability, tuple(options.items()))
+    _compile_in_background(code)
+    descriptors = (x._replace(array=None) if isinstance(x, TensorDescriptor) else None for x in parameters)
+    message = _LaunchMessage(code, tuple(grid), tuple(descriptors))
     run = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=dict(aliases))
-    return run(*arrays, opaque=zlib.compress(message))
+    return run(*arrays, opaque=message)
 
 
 def _type(x: Any) -> str:
