@@ -1,7 +1,10 @@
 """The bridge from JAX to a kernel: Triton compiles it to PTX, jaxlib assembles and launches that.
 
-It stands on `triton.compile`, on the kernel calls of ``jaxlib.gpu_triton``, and on `jax.ffi.ffi_call`. No GPU is needed
-to compile. JAX prunes, copies and orders the calls as it does those of any other foreign function.
+Kernels compile in threads from the moment that JAX traces their calls. JAX waits for them when it lowers the program.
+Triton keeps the PTX on disk for later processes.
+
+The bridge stands on `triton.compile`, on the kernel calls of ``jaxlib.gpu_triton``, and on `jax.ffi.ffi_call`. No GPU
+is needed to compile. JAX prunes, copies and orders the calls as it does those of any other foreign function.
 """
 
 import contextlib
@@ -227,7 +230,7 @@ def compile_kernel(
     signature = {name: "constexpr" if name in constants else next(remaining) for name in names}
     constexprs = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
     aligned = {(i,): [["tt.divisibility", _ALIGNMENT]] for i, name in enumerate(names) if signature[name][0] == "*"}
-    source = Source(kernel, signature, constexprs, aligned)
+    source: Any = Source(kernel, signature, constexprs, aligned)
     trace = source.make_ir
 
     def trace_alone(*args: Any) -> Any:
@@ -248,9 +251,9 @@ _PTX_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("PTX only", def
 
 
 def _skip_ptxas(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str]:
-    """A hook of Triton's compiler, which makes no machine code in `compiled`, and changes nothing elsewhere.
+    """A hook of Triton's compiler: removes ptxas in the context of `compiled`, and changes nothing elsewhere.
 
-    jaxlib takes PTX and assembles that itself. Triton calls hooks without arguments for an addition to its cache's keys.
+    jaxlib assembles PTX itself. Without arguments, returns what Triton adds to the keys of its caches.
     """
     if not _PTX_ONLY.get():
         return "", ""
@@ -270,8 +273,9 @@ def compiled(
     """Compiles a kernel by `compile_kernel` to PTX, once; constants and options are items of its mappings."""
     from triton import knobs
 
-    if knobs.runtime.add_stages_inspection_hook is None:  # else the user's hook decides
-        knobs.runtime.add_stages_inspection_hook = _skip_ptxas
+    settings: Any = knobs.runtime
+    if settings.add_stages_inspection_hook is None:  # else the user's hook decides
+        settings.add_stages_inspection_hook = _skip_ptxas
     token = _PTX_ONLY.set(True)
     try:
         result = compile_kernel(kernel, types, dict(constants), capability, dict(options))
@@ -290,6 +294,7 @@ def compiled(
 
 @functools.cache
 def _compiler_threads() -> ThreadPoolExecutor:
+    """Returns the threads that compile kernels; Python limits them by the number of cores."""
     return ThreadPoolExecutor(thread_name_prefix="sparse_layers compiler")
 
 
@@ -298,7 +303,7 @@ _COMPILING: dict[tuple[Any, ...], Future[Compiled]] = {}
 
 
 def _compile_in_background(arguments: tuple[Any, ...]) -> Future[Compiled]:
-    """Returns the result of `compiled` to come. A kernel that is compiling already does not start once more."""
+    """Returns the future of `compiled`, one for all calls while a kernel compiles."""
     with _PARSING:  # the hash of a kernel is that of its source
         future = _COMPILING.get(arguments)
         if future is None:
@@ -309,10 +314,9 @@ def _compile_in_background(arguments: tuple[Any, ...]) -> Future[Compiled]:
 
 @dataclasses.dataclass(frozen=True)
 class _LaunchMessage:
-    """The message by which jaxlib launches a kernel. JAX asks for it when it lowers a program.
+    """The message by which jaxlib launches a kernel. JAX asks for it when it lowers the program.
 
-    Until then the kernels of the program compile at the same time, and while JAX traces the rest. Equal launches are
-    equal, so that JAX finds its programs of them.
+    Messages of equal launches are equal, so that JAX compiles one program for them.
     """
 
     code: tuple[Any, ...]  # the arguments of `compiled`
@@ -321,7 +325,7 @@ class _LaunchMessage:
     parameters: tuple[TensorDescriptor | None, ...]
 
     def __jax_array__(self) -> bytes:
-        """Returns the message. JAX calls this method to make an attribute of a program from an object of ours."""
+        """Waits for the kernel and returns the message. JAX calls this of attributes that it does not know."""
         from jaxlib import gpu_triton
 
         code, capability = _compile_in_background(self.code).result(), self.code[3]
