@@ -223,9 +223,9 @@ class SparseSelfAttention(SparseAttention):
         _refuse_decode(decode or self.decode)
         options = segment_ids, selection, sow_weights, positions, order_ids
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *options)
-        index = self._core.index(inputs, None if self.deterministic else [])
-        gate = self._core.gate(inputs)
-        call_inputs = CallInputs(segment_ids, self._sinks, selection, index, positions, order_ids, gate)
+        core = self._core
+        index, gate = core.index(inputs, None if self.deterministic else []), core.gate(inputs)
+        call_inputs = CallInputs(segment_ids, core.sinks, selection, index, positions, order_ids, gate)
         out = super().__call__(
             inputs,
             mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
