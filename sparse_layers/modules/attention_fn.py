@@ -32,7 +32,7 @@ from ..ops.select import select_blocks
 from ..scorers import Scorer, masks_and_scorer
 from .index import IndexProjections, index_loss
 from .options import FnOptions
-from .settings import check_array, check_settings
+from .settings import check_array, check_ids, check_settings
 
 # No model has more heads. An axis of heads that is as long as seq_len, and longer than this, holds the tokens.
 _MAX_HEADS = 256
@@ -297,9 +297,7 @@ class AttentionFn:
         warn_of_heads("attention_fn", query.shape, key.shape[-3:-1], self.seq_len)
         for name, ids in (("segment_ids", segment_ids), ("order_ids", order_ids)):
             if ids is not None:
-                check_array(name, ids, "[..., T]")
-                if ids.shape != query.shape[:-2]:
-                    raise ValueError(f"{name} must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
+                check_ids(name, ids, [query.shape[:-2]])
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         segments: Any = segment_ids if mask is None else ids_from_padding(mask, query.shape[:-2], segment_ids)

@@ -12,8 +12,7 @@ from .activations import activate
 from .core import Projection
 from .mixture import MixtureOfExperts, Mlp
 from .options import PrefillOptions, StepOptions
-from .settings import check_features, check_settings
-from .step import check_ids
+from .settings import check_features, check_ids, check_settings
 
 
 @dataclasses.dataclass(frozen=True)

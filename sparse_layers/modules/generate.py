@@ -15,8 +15,7 @@ from ..arguments.foreign import one_line
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..ops.decoding.checks import checked_lengths
 from .decoder import Decoder, merge, split
-from .settings import check_array, check_settings
-from .step import check_ids
+from .settings import check_array, check_ids, check_settings
 
 
 @strict_kwargs

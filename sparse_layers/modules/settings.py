@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ..arguments.checks import Length, Positive, as_float, checked
 from ..arguments.foreign import one_line
 from ..ops.kernels.quantized import check_cache_dtype
-from ..ops.kernels.validation import is_floating
+from ..ops.kernels.validation import check_int32, is_floating, shared_hint, transposed_hint
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .mixture import MixtureOfExperts
 from .options import FlaxOptions
@@ -70,6 +71,22 @@ def check_array(name: str, value: Any, shape: str) -> None:
     """Raises TypeError unless the value is an array of JAX or numpy."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(f"{name} must be an array {shape}, got {type(value).__name__}: {one_line(value)}")
+
+
+def check_ids(name: str, ids: Any, tokens: list[tuple[int, ...]]) -> None:
+    """Refuses ids that are not one for each of the tokens, of queries alone or of queries and keys."""
+    names, arrays = [name], [ids]
+    if len(tokens) > 1:
+        if not (isinstance(ids, tuple) and len(ids) == 2):
+            raise TypeError(f"{name} must be a pair (of queries, of keys) of arrays, got {one_line(ids)}")
+        names, arrays = [f"{name} of queries", f"{name} of keys"], list(ids)
+    for name, array, shape in zip(names, arrays, tokens, strict=True):
+        check_array(name, array, "[..., T]")
+        if array.shape != shape:
+            hint = transposed_hint(array.shape, shape) or shared_hint(array.shape, shape)
+            raise ValueError(f"{name} must have one id a token, {shape}, got shape {array.shape}{hint}")
+        if isinstance(array, np.ndarray) and array.dtype.kind in "iu":  # `jax.checkpoint` would cut 64 bits off
+            check_int32(name, array)
 
 
 def check_features(name: str, value: Any, shape: str, features: int) -> None:

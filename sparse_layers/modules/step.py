@@ -6,20 +6,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.typing import Dtype
 
 from ..arguments.checks import as_float
 from ..arguments.foreign import one_line
 from ..masks.adapters import by_entry
-from ..ops.kernels.validation import check_int32, shared_hint, transposed_hint
+from ..ops.kernels.validation import transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import masks_and_scorer
 from .attention_fn import AttentionFn, Pattern
 from .index import IndexProjections
 from .rope import Rope
-from .settings import check_array, check_features, check_settings
+from .settings import check_array, check_features, check_ids, check_settings
 
 
 class CallInputs(NamedTuple):
@@ -195,22 +194,6 @@ def check_inputs(
                 f"selection: ids must have the leading axes of {query_name}, {query.shape[:-2]}, and then rows, heads "
                 f"and blocks, got shape {selection.ids.shape}"
             )
-
-
-def check_ids(name: str, ids: Any, tokens: list[tuple[int, ...]]) -> None:
-    """Refuses ids that are not one for each of the tokens, of queries alone or of queries and keys."""
-    names, arrays = [name], [ids]
-    if len(tokens) > 1:
-        if not (isinstance(ids, tuple) and len(ids) == 2):
-            raise TypeError(f"{name} must be a pair (of queries, of keys) of arrays, got {one_line(ids)}")
-        names, arrays = [f"{name} of queries", f"{name} of keys"], list(ids)
-    for name, array, shape in zip(names, arrays, tokens, strict=True):
-        check_array(name, array, "[..., T]")
-        if array.shape != shape:
-            hint = transposed_hint(array.shape, shape) or shared_hint(array.shape, shape)
-            raise ValueError(f"{name} must have one id a token, {shape}, got shape {array.shape}{hint}")
-        if isinstance(array, np.ndarray) and array.dtype.kind in "iu":  # `jax.checkpoint` would cut 64 bits off
-            check_int32(name, array)
 
 
 def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:

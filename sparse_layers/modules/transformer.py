@@ -27,8 +27,8 @@ from .mixer import Mixer
 from .mixture import Mlp
 from .options import BlockOptions
 from .rope import Rope, resolve_rope
-from .settings import check_array, check_order, check_settings, check_stream, with_checked_settings
-from .step import check_ids, check_positions
+from .settings import check_array, check_ids, check_order, check_settings, check_stream, with_checked_settings
+from .step import check_positions
 
 
 def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
