@@ -68,6 +68,9 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.attention import block_sparse_attention as block_sparse_attention
     from .ops.decoding.cache import KVCache as KVCache
     from .ops.implementations import implementations as implementations
+    from .ops.kernels.distance_bias import DistanceBias as DistanceBias
+    from .ops.kernels.distance_bias import alibi as alibi
+    from .ops.kernels.distance_bias import t5_bias as t5_bias
     from .ops.order import block_order as block_order
     from .ops.order import prefix_order as prefix_order
     from .ops.order import segment_ids_from_lengths as segment_ids_from_lengths
@@ -128,6 +131,7 @@ _AT_FIRST_USE = {
     "ops.attention": ("block_sparse_attention",),
     "ops.decoding.cache": ("KVCache",),
     "ops.implementations": ("implementations",),
+    "ops.kernels.distance_bias": ("DistanceBias", "alibi", "t5_bias"),
     "ops.order": ("block_order", "prefix_order", "segment_ids_from_lengths", "span_order"),
     "ops.planning.binding": ("bind",),
     "ops.planning.mask_info": (

@@ -46,7 +46,15 @@ _MASK = (
 )
 _BIAS = (
     *_rename("use_bias", "with_bias"),
-    *_say("kernels add nothing to logits: distances are sl.Rope, and a bias of 0 and -inf is a mask, {pattern}"),
+    (
+        "bias",
+        "a bias by head and distance is bias=sl.DistanceBias(table), sl.alibi(num_heads) or sl.t5_bias(buckets); one "
+        "of 0 and -inf is a mask, {pattern}",
+    ),
+    *_say(
+        "a bias by head and distance is bias=sl.DistanceBias(table) of sl.block_sparse_attention; one of 0 and -inf is "
+        "a mask, {pattern}"
+    ),
 )
 _SIDES = (
     "sl.Window(left, right) counts tokens on each side beside the query, None for no limit; window_size=(255, 0) is "

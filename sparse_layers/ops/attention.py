@@ -14,6 +14,7 @@ from . import layouts, sharding
 from .custom_vjp import jitted_attend
 from .implementations import pick_implementation
 from .kernels.call import Call
+from .kernels.distance_bias import DistanceBias, checked_bias
 from .kernels.operands import Operands
 from .kernels.validation import (
     check_arrays,
@@ -44,6 +45,7 @@ class _Options(TypedDict, total=False):
     scale: float | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
+    bias: DistanceBias | None
     fwd_params: FwdParams | None
     bwd_params: BwdParams | None
     implementation: str | None
@@ -93,6 +95,7 @@ def block_sparse_attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    bias: DistanceBias | None = None,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
     implementation: str | None = None,
@@ -132,6 +135,8 @@ def block_sparse_attention(
       scale: factor on q . k; None means 1 / sqrt(H).
       logits_soft_cap: positive c: logits x become c * tanh(x / c).
       sinks: [N] logits, differentiable, of a key of each head that has value 0 (attention sinks).
+      bias: a `DistanceBias`, which adds to each logit a number by head and distance, before the soft cap: `alibi`,
+        `t5_bias` or a learned table, which gets its gradient. ``xla`` and ``reference`` compute it.
       fwd_params: block sizes and kernel settings of the forward pass; None leaves them to the library.
       bwd_params: the same for the backward pass.
       implementation: one of `implementations()`. None picks the best one that supports the call on the platform of the
@@ -156,8 +161,8 @@ def block_sparse_attention(
         arrays sharded over Explicit axes other than batch, tokens and heads; a query_sharding with other axes, of
         query or of the mesh, or None where TPU kernels need it; context parallelism with queries on two devices that
         select together; on TPUs, block lists that exceed scalar memory, with their size.
-      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is no `Selection`;
-        forward-mode differentiation, for which JAX raises an error of its own inside of `jax.jit`.
+      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is no `Selection`, bias
+        no `DistanceBias`; forward-mode differentiation, for which JAX raises an error of its own inside of `jax.jit`.
       NotImplementedError: the named implementation does not support the call, or has no second derivatives.
 
     Warns:
@@ -184,6 +189,7 @@ def block_sparse_attention(
     (b, t, n, h), s = query.shape, key.shape[1]
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
+    table, slopes, center = checked_bias(bias, n, query.dtype)
     tuned_for = implementation or default_implementation(query.dtype, max(h, value.shape[-1]))
     plan, mask = _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, tuned_for)
     params = (plan.fwd_params, plan.bwd_params) if plan else resolve_params(fwd_params, bwd_params)
@@ -199,8 +205,8 @@ def block_sparse_attention(
         layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
     if not b:  # there would be no block lists
         segments = order_id_pair = selection = None
-    call = Call(plan, fwd_shape, bwd_shape, params, scale, logits_soft_cap, return_lse)
-    operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection)
+    call = Call(plan, fwd_shape, bwd_shape, params, scale, logits_soft_cap, center, return_lse)
+    operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection, table, slopes)
     if implementation is None:
         call = dataclasses.replace(call, picked_for=platform())
     lse: Any  # None if JAX differentiates the implementation

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..masks.algebra import Mask
 from . import collectives
 from .kernels.call import Call
+from .kernels.distance_bias import bias_by_distance, has_bias
 from .kernels.numerics import merge_by_lse
 from .kernels.operands import Operands, moved, rows_of
 from .planning.context_parallel import MaskPart, gather_all_keys, padded_length, plan_exchanges
@@ -42,14 +44,13 @@ def split_call(
     """Yields the calls that a device computes, each with its operands: one, unless results of several ``can_merge``."""
     sequence = shard.sequence
     assert sequence is not None
-    if call.plan is None and not sequence.shards_keys:
-        yield call, None, operands
-        return
     if not sequence.shards_keys:
         exchange = AllGather(sequence.length, sequence.devices, RowOrder(operands.key.shape[1]))
-        yield _local_call(call, exchange, _plan(call).masks), None, operands
+        local_call = call if call.plan is None else _local_call(call, exchange, call.plan.masks)
+        local_call, operands = _with_local_bias(call, exchange, sequence.axes, local_call, operands)
+        yield local_call, None, operands
         return
-    mask_parts = _mask_parts(call, shard, sequence, can_merge and operands.selection is None)
+    mask_parts = _mask_parts(call, shard, sequence, can_merge and operands.selection is None, has_bias(operands))
     # In zigzag order, results return home while other parts are computed: these parts come first.
     mask_parts = sorted(mask_parts, key=lambda mask_part: len(mask_part.exchange.chunks), reverse=True)
     call = dataclasses.replace(
@@ -61,7 +62,9 @@ def split_call(
             inputs = inputs._replace(**{name: None for name, row in rows_of(inputs).items() if row.once})
         for chunk in exchange.chunks:
             home = QueryHome(chunk, sequence.axes)
-            yield _local_call(call, chunk, masks), home, moved(inputs, "t", home.send)
+            local = _local_call(call, chunk, masks), moved(inputs, "t", home.send)
+            local_call, local_operands = _with_local_bias(call, chunk, sequence.axes, *local)
+            yield local_call, home, local_operands
 
 
 def merge_chunks(
@@ -91,12 +94,20 @@ def _plan(call: Call) -> Plan:
     return call.plan
 
 
-def _mask_parts(call: Call, shard: Shard, sequence: SequenceShards, may_split: bool) -> tuple[MaskPart, ...]:
+def _mask_parts(
+    call: Call, shard: Shard, sequence: SequenceShards, may_split: bool, with_bias: bool
+) -> tuple[MaskPart, ...]:
     plan = _plan(call)
     if not may_split:
         return (gather_all_keys(plan.masks, sequence.length, sequence.devices),)
     groups = shard.heads // shard.kv_heads
     mask_parts = plan_exchanges(plan.masks, sequence.length, sequence.devices, plan.implementation, groups)
+    if with_bias:  # a bias is by distance of rows, which gathered keys do not have
+        natural = RowOrder(sequence.length)
+        mask_parts = tuple(
+            MaskPart(dataclasses.replace(x, order=natural) if isinstance(x, AllGather) else x, masks)
+            for x, masks in mask_parts
+        )
     return mask_parts or (MaskPart(Halo(sequence.length, sequence.devices, 0, 0), plan.masks),)  # the masks are empty
 
 
@@ -106,3 +117,29 @@ def _local_call(call: Call, exchange: Exchange, masks: tuple[Mask, ...]) -> Call
     options = {"params": (plan.fwd_params, plan.bwd_params), "implementation": plan.implementation}
     plans = [exchange.local_plan(masks, rank, **options) for rank in ranks]
     return dataclasses.replace(call, plan=plans[-1], plans_by_rank=() if len({*plans}) == 1 else tuple(plans))
+
+
+def _with_local_bias(
+    call: Call, exchange: Exchange, axes: tuple[str, ...], local_call: Call, operands: Operands
+) -> tuple[Call, Operands]:
+    """Returns a local call and its operands, with a table by the distances of the device's rows, slopes included."""
+    if not has_bias(operands):
+        return local_call, operands
+    q_rows, kv_rows = operands.query.shape[1], operands.key.shape[1]
+    kv_len = kv_rows if isinstance(exchange, AllGather) else exchange.length
+    bias = bias_by_distance(call, operands, (exchange.length, kv_len))  # [N, T + S - 1]
+    if isinstance(exchange, AllToAll):
+        # Only pairs of one residue attend. Their tokens are a multiple of the stride apart, and their rows as many
+        # times the number of local residues.
+        bias = jnp.pad(bias, [(0, 0), (1, 0)], mode="edge")[:, :: exchange.stride]
+        table = jnp.repeat(bias, exchange.local_residues, axis=1)[:, 1:]
+    else:
+        orders = (exchange.row_orders(rank) for rank in range(exchange.devices))
+        first_tokens = np.array([[order.offset - sum(order.phase) for order in pair] for pair in orders])
+        starts = first_tokens[:, 1] - first_tokens[:, 0] + exchange.length - q_rows
+        before, behind = max(0, -starts.min()), max(0, starts.max() + q_rows + kv_rows - 1 - bias.shape[1])
+        bias = jnp.pad(bias, [(0, 0), (before, behind)], mode="edge")
+        start = jnp.asarray(starts + before)[jax.lax.axis_index(axes)]
+        table = jax.lax.dynamic_slice_in_dim(bias, start, q_rows + kv_rows - 1, axis=1)
+    local_call = dataclasses.replace(local_call, bias_center=q_rows - 1)
+    return local_call, operands._replace(bias_table=table, bias_slopes=None)

@@ -13,7 +13,7 @@ import numpy as np
 
 # Rows judged together: enough for the largest error among them to be typical, few enough to be of similar size.
 ROWS = 32
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dtable")
 
 
 def same_segment(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
@@ -53,12 +53,17 @@ class DenseAttention:
       scale: factor of the logits; None for H ** -0.5.
       soft_cap: as ``logits_soft_cap`` of the op.
       sinks: logits [N] without a key, or None.
+      table: a bias [N, L] or [1, L] of logits by distance, added before the soft cap as ``table[h, clip(s - t +
+        center, 0, L - 1)]``, or None.
+      center: the index of distance 0 in the table.
+      slopes: numbers [N] or None: logits get ``-slopes[h] * |s - t|``, too.
       dtype: float64 for the right answers. Another dtype measures its rounding: float32 computes in it, a half
         precision computes in float32 and rounds after each step.
 
     Attributes:
       answers: by `NAMES`: out [B, T, N, Hv], lse [B, T, N] and the gradients in the shapes of the arguments. A query
-        that sees nothing has out 0 and lse -inf. There is no dsinks without sinks.
+        that sees nothing has out 0 and lse -inf. There is no dsinks without sinks,
+        and no dtable without a table.
 
     Example:
       >>> import numpy as np
@@ -81,6 +86,9 @@ class DenseAttention:
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Any = None,
+        table: Any = None,
+        center: int = 0,
+        slopes: Any = None,
         dtype: Any = np.float64,
     ):
         dtype = jnp.dtype(dtype)
@@ -97,6 +105,15 @@ class DenseAttention:
         self._scale = query.shape[-1] ** -0.5 if scale is None else scale
 
         logits, slope = rounded(self._scale * rounded(_scores(query, key))), 1.0  # [B, N, T, S]
+        distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
+        self._bias = np.zeros((1, 1, 1), acc_dtype)  # [N, T, S]
+        self._indices = None
+        if table is not None:
+            self._indices, self._table_shape = np.clip(distances + center, 0, table.shape[1] - 1), table.shape
+            self._bias = self._bias + np.asarray(table).astype(acc_dtype)[:, self._indices]
+        if slopes is not None:
+            self._bias = self._bias - np.asarray(slopes).astype(acc_dtype)[:, None, None] * abs(distances)
+        logits = rounded(logits + self._bias.astype(acc_dtype))
         if soft_cap is not None:
             squashed = rounded(np.tanh(logits / soft_cap))
             logits, slope = rounded(soft_cap * squashed), 1 - squashed**2
@@ -117,7 +134,7 @@ class DenseAttention:
         self._arrays = query, key, value, dout, dlse
         gradients = self._gradients(p, dlogits, query, key, dout, -delta)
         answers = {"out": out, "lse": lse[..., 0].swapaxes(1, 2), **gradients}
-        self.answers = {name: x if name in ("lse", "dsinks") else rounded(x) for name, x in answers.items()}
+        self.answers = {name: x if name in ("lse", "dsinks", "dtable") else rounded(x) for name, x in answers.items()}
 
     def absolute_sums(self) -> dict[str, np.ndarray]:
         """Returns the sums of the absolute values that are summed up in each answer, by `NAMES` in its shape.
@@ -126,7 +143,7 @@ class DenseAttention:
         0, nothing contributes, and the answer must be exactly 0.
         """
         query, key, value, dout, dlse = (abs(x) for x in self._arrays)
-        logits = abs(self._scale) * _scores(query, key)
+        logits = abs(self._scale) * _scores(query, key) + abs(self._bias)
         p = self._p * (1 + logits)
         out = _weighted(p, value)
         delta = (out * dout).sum(-1) + dlse
@@ -153,7 +170,15 @@ class DenseAttention:
     def _gradients(self, p, dlogits, query, key, dout, delta) -> dict[str, np.ndarray]:
         dq, dk, dv = self._products(p, dlogits, query, key, dout)
         dsinks = {} if self._p_sinks is None else {"dsinks": (self._p_sinks * delta).sum((0, 1))}
-        return {"dq": self._scale * dq, "dk": self._scale * dk, "dv": dv} | dsinks
+        dtable = {} if self._indices is None else {"dtable": self._by_distance(dlogits)}
+        return {"dq": self._scale * dq, "dk": self._scale * dk, "dv": dv} | dsinks | dtable
+
+    def _by_distance(self, dlogits) -> np.ndarray:
+        """Returns the sums of gradients of logits [B, N, T, S] by index of the table, in its shape."""
+        assert self._indices is not None
+        sums = np.zeros((self._table_shape[1], dlogits.shape[1]), dlogits.dtype)
+        np.add.at(sums, self._indices, np.moveaxis(dlogits.sum(0), 0, -1))
+        return sums.T if dlogits.shape[1] == self._table_shape[0] else sums.sum(1)[None]
 
     def _products(self, p, dlogits, query, key, dout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns dlogits k [B, T, N, H], dlogits^T q [B, S, K, H] and p^T dout [B, S, K, Hv]."""

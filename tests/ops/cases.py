@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
+from sparse_layers.ops.kernels.operands import OPERANDS
 from sparse_layers.ops.planning.costs import PassCandidate
 from sparse_layers.ops.planning.planner import finish_pass
 from sparse_layers.ops.planning.platforms import PREFERRED, TUNING
@@ -50,6 +51,8 @@ class Case:
     segments: tuple[np.ndarray, np.ndarray] | None = None
     order_ids: tuple[np.ndarray, np.ndarray] | None = None
     sinks: bool = False
+    table: tuple[int, int, int] | None = None  # heads, entries and center of a bias by distance
+    slopes: tuple[float, ...] | None = None  # of a bias, by head
     soft_cap: float | None = None
     scale: float | None = None
     core: bool = True  # whether interpreted kernels answer to it, too; what is not repeats parts of others
@@ -75,7 +78,12 @@ class Case:
         arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
         arrays["dlse"] = rng.normal(size=(b, t, n)).astype(np.float32)
         arrays["sinks"] = (rng.normal(size=n) + 1).astype(np.float32) if self.sinks else None
+        arrays["table"] = rng.normal(size=self.table[:2]).astype(np.float32) if self.table else None
         return arrays
+
+    def bias(self) -> dict[str, Any]:
+        """The static parts of the bias, as `DistanceBias` takes them."""
+        return {"slopes": self.slopes} | ({"center": self.table[2]} if self.table else {})
 
     def allowed(self) -> np.ndarray:
         """The pairs that may attend: bool [B or 1, N, T, S]."""
@@ -99,12 +107,13 @@ class Case:
         return self.compiled(implementation)()
 
     def op(self, implementation: str) -> Callable[..., Any]:
-        """Returns the op as a function of (query, key, value, sinks, run-time mask or None, selection): (out, lse)."""
+        """Returns the op as a function of (query, key, value, sinks, run-time mask, selection, table): (out, lse)."""
         params, fixed = self.params(), self.mask
         if self.split:
             params, fixed = {}, candidates(self.mask, *self.shape, **params)[-1]
 
-        def op(query, key, value, sinks, dynamic, selection):
+        def op(query, key, value, sinks, dynamic, selection, table=None):
+            has_bias = table is not None or self.slopes is not None
             return sl.block_sparse_attention(
                 query,
                 key,
@@ -116,6 +125,7 @@ class Case:
                 scale=self.scale,
                 logits_soft_cap=self.soft_cap,
                 sinks=sinks,
+                bias=sl.DistanceBias(table, **self.bias()) if has_bias else None,
                 implementation=implementation,
                 return_lse=True,
                 **params,
@@ -130,8 +140,8 @@ class Case:
 
         @compiled
         def answers(arrays, dynamic, selection):
-            operands = (arrays[x] for x in ("query", "key", "value", "sinks"))
-            (out, lse), pullback = jax.vjp(lambda *x: op(*x, dynamic, selection), *operands)
+            operands = (arrays[x] for x in ("query", "key", "value", "sinks", "table"))
+            (out, lse), pullback = jax.vjp(lambda *x: op(*x[:4], dynamic, selection, x[4]), *operands)
             return out, lse, *pullback((arrays["dout"], arrays["dlse"]))
 
         return lambda: _named(answers(arrays, dynamic, self.selection()))
@@ -172,14 +182,22 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
 # --- what is right ---------------------------------------------------------------------------------------------------
 
 
-@functools.partial(compiled, static_argnames=("scale", "soft_cap"))
-def naive(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks=None):
+@functools.partial(compiled, static_argnames=("scale", "soft_cap", "center", "slopes"))
+def naive(
+    query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks=None, table=None, center=0, slopes=None
+):
     """Dense attention in the dtype of its inputs throughout, differentiated by JAX: the answers by `NAMES`."""
     dtype = query.dtype
 
-    def attention(query, key, value, sinks):
+    distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
+
+    def attention(query, key, value, sinks, table):
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * jnp.asarray(scale, dtype)
+        if table is not None:
+            scores += table.astype(dtype)[:, np.clip(distances + center, 0, table.shape[1] - 1)]
+        if slopes is not None:
+            scores -= (np.array(slopes)[:, None, None] * abs(distances)).astype(dtype)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         sink = jnp.full((1, 1, 1, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[None, :, None, None]
@@ -191,7 +209,7 @@ def naive(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks
         lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)[..., 0].swapaxes(1, 2)
         return jnp.einsum("bnts,bsnh->btnh", weights / safe, value, precision="highest"), lse
 
-    answers, pullback = jax.vjp(attention, query, key, value, sinks)
+    answers, pullback = jax.vjp(attention, query, key, value, sinks, table)
     return _named((*answers, *pullback((dout, dlse.astype(dtype)))))
 
 
@@ -200,6 +218,7 @@ def expected(case: Case):
     """(right answers, their sizes, budget of each) of a case."""
     arrays, allowed = case.arrays(), case.allowed()
     options = {"scale": case.sizes[0] ** -0.5 if case.scale is None else case.scale, "soft_cap": case.soft_cap}
+    options |= case.bias()
     exact = DenseAttention(**arrays, allowed=allowed, **options)
     if case.dtype == "float32":
         rough = DenseAttention(**arrays, allowed=allowed, **options, dtype=np.float32).answers
@@ -215,7 +234,7 @@ def check(case: Case, answers: dict[str, np.ndarray]) -> None:
     assert answers.keys() == right.keys()
     for name, answer in answers.items():
         assert answer.shape == right[name].shape, name
-        assert answer.dtype == ("float32" if name in ("lse", "dsinks") else case.dtype), name
+        assert answer.dtype == ("float32" if name in ("lse", "dsinks", "dtable") else case.dtype), name
         values = np.asarray(answer).astype(np.float64)
         nothing = (sizes[name] == 0) & np.isfinite(right[name])
         assert not values[nothing].any(), f"{name}: not 0 where nothing contributes"
@@ -410,8 +429,26 @@ def _features():
     yield Case("blocks-fwd", fixed, 300, fwd=(24, 40), split=True)
     yield Case("blocks-bwd", strided, 300, bwd=(40, 24), split=True)
     yield Case("blocks-larger-than-lengths", strided, 50, fwd=(256, 128), bwd=(64, 512))
+    yield Case("bias-slopes", strided, 129, slopes=sl.alibi(4).slopes, split=True, dtype="bfloat16", core=False)
+    yield Case(
+        *("bias-table", (window, strided), 129),
+        **{"table": (6, 40, 30), "heads": (6, 3), "soft_cap": 3.0, "sinks": True, "split": True, "core": False},
+    )
+    yield Case("bias-both", sl.Window(20, 50), 127, 300, table=(1, 9, 2), slopes=(0.1, -0.2, 0, 1), core=False)
     yield Case("one-batch-one-head", window, 129, heads=(1, 1), batch=1)
 
 
 CASES = [*_features(), *_chains(), *_presets()]
-CALLS = [(name, case) for case in CASES for name in IMPLEMENTATIONS if case.core or name in COMPILED]
+
+
+def _computes_bias(name: str, case: Case) -> bool:
+    rows = [OPERANDS["bias_table"]] * (case.table is not None) + [OPERANDS["bias_slopes"]] * (case.slopes is not None)
+    return bool(rows) and all(name in (row.backends or ()) for row in rows)
+
+
+CALLS = [
+    (name, case)
+    for case in CASES
+    for name in IMPLEMENTATIONS
+    if case.core or name in COMPILED or _computes_bias(name, case)
+]

@@ -54,6 +54,7 @@ class Case:
     kind: AxisType = AxisType.Auto
     extras: bool = False  # sinks, segment ids and a soft cap
     order: bool = False  # order ids
+    bias: bool = False  # a table and slopes
     implementation: str = "xla"
     kv_len: int | None = None
     by: str = ""  # words of the exchanges, which are then chosen as if only pairs cost anything
@@ -67,19 +68,19 @@ CASES = {
     "causal, zigzag": Case(sl.Causal(), 128, extras=True, by="zigzag"),
     "zigzag over three devices": Case(sl.Causal(), 96, 3, by="zigzag"),
     "a window over several devices, ragged": Case(sl.Causal() & sl.Window(30), 77, 8, (4, 1), extras=True),
-    "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2),
+    "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2, bias=True),
     "fewer tokens than devices": Case(sl.Causal(), 5, 8),
     "documents that cross": Case(sl.Causal() & sl.BlockDiagonal(25), 128, kind=EXPLICIT, extras=True),
     "strided": Case(STRIDED, 128, extras=True, by="queries and keys, by residue"),
     "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="queries and keys, by residue"),
     "strided, padded": Case(STRIDED, 250, extras=True, by="queries and keys, by residue"),
     "strided, padded on explicit axes": Case(
-        STRIDED, 112, 4, (8, 4), 2, kind=EXPLICIT, by="queries and keys, by residue"
+        STRIDED, 112, 4, (8, 4), 2, kind=EXPLICIT, bias=True, by="queries and keys, by residue"
     ),
     "strided, keys of all, zigzag": Case(
         STRIDED, 280, 3, (4, 1), batch=2, by="all keys, by residue of 16; queries in zigzag order"
     ),
-    "zigzag, padded": Case(sl.Causal(), 61, 4, by="zigzag"),
+    "zigzag, padded": Case(sl.Causal(), 61, 4, by="zigzag", bias=True),
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="queries and keys, by residue"),
     "a dilated window": Case(DILATED, 128, 4, extras=True, by="36 before, by residue of 6.*gathered.*tokens 0 to 1 "),
     "a dilated window to both sides, ragged": Case(
@@ -99,6 +100,7 @@ CASES = {
     "fixed, zigzag": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*zigzag"),
     "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
+    "a bias, which gathered keys do not have": Case(FIXED, 128, 4, by="gathered.*zigzag", bias=True),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
     "masks differ by head": Case(
         (sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="queries and keys, by residue"
@@ -109,9 +111,9 @@ CASES = {
         sl.from_mask_mod(lambda b, h, q, k: jnp.abs(q - k) < 9), 40, 2, implementation="reference", kind=EXPLICIT
     ),
     "a table": Case(np.random.default_rng(0).random((40, 40)) < 0.2, 40, batch=2),
-    "a mask known at run time": Case(jnp.asarray(np.random.default_rng(0).random((4, 40, 40)) < 0.3), 40),
+    "a mask known at run time": Case(jnp.asarray(np.random.default_rng(0).random((4, 40, 40)) < 0.3), 40, bias=True),
     "nothing": Case(sl.Empty(), 40),
-    "other keys": Case(sl.Window(12, 6), 40, kv_len=56),
+    "other keys": Case(sl.Window(12, 6), 40, kv_len=56, bias=True),
     "chosen": Case(sl.Causal(), 128, chosen=16),
     "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
@@ -177,7 +179,12 @@ def attend(case, ids=None, mask=None, chosen=None, spec=None, order=None):
     if case.kind == AUTO:
         options["query_sharding"] = SPEC if spec is None else spec
     mask = case.mask if mask is None else mask
-    return lambda q, k, v, sinks: sl.block_sparse_attention(q, k, v, mask, sinks=sinks, **options)
+
+    def call(q, k, v, sinks, table=None):
+        bias = None if table is None else sl.DistanceBias(table, 9, sl.alibi(case.heads[0]).slopes)
+        return sl.block_sparse_attention(q, k, v, mask, sinks=sinks, bias=bias, **options)
+
+    return call
 
 
 def check_case(case):
@@ -200,17 +207,20 @@ def check_case(case):
         pairs = (chosen[:, :, 0, :, None] == np.arange(blocks)).any(2).repeat(case.chosen, 1).repeat(16, 2)[..., :s]
         allowed = allowed & pairs[:, None]
     *qkv, dout, dlse = args
-    right = DenseAttention(*qkv, allowed, dout, dlse, soft_cap=3.0 if case.extras else None, sinks=sinks).answers
-    names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras]
+    table = jnp.asarray(rng.standard_normal((n, 14)), jnp.float32) if case.bias else None
+    bias = {"table": table, "center": 9, "slopes": sl.alibi(n).slopes} if case.bias else {}
+    options = bias | {"soft_cap": 3.0 if case.extras else None, "sinks": sinks}
+    right = DenseAttention(*qkv, allowed, dout, dlse, **options).answers
+    names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras, *["dtable"] * case.bias]
 
-    def program(q, k, v, sinks, ids, order, mask, chosen, dout, dlse):
-        results, pullback = jax.vjp(attend(case, ids, mask, chosen, order=order), q, k, v, sinks)
+    def program(q, k, v, sinks, table, ids, order, mask, chosen, dout, dlse):
+        results, pullback = jax.vjp(attend(case, ids, mask, chosen, order=order), q, k, v, sinks, table)
         return [*results, *jax.tree.leaves(pullback((dout, dlse)))]
 
     mesh = mesh_of(case)
-    placed = [*qkv, sinks, ids, order, mask, chosen, dout, dlse]
+    placed = [*qkv, sinks, table, ids, order, mask, chosen, dout, dlse]
     if case.kind == EXPLICIT or not (t % case.devices or case.kv_len):
-        by_token = dict.fromkeys((0, 1, 2, 8, 9), SPEC)
+        by_token = dict.fromkeys((0, 1, 2, 9, 10), SPEC)
         placed = [
             x if x is None else jax.device_put(x, NamedSharding(mesh, by_token.get(i, P())))
             for i, x in enumerate(placed)

@@ -35,7 +35,7 @@ STRIDED = sl.preset("sparse_transformer_strided", stride=8)
 AXES = ["b s k", "s k", "b s"]
 
 # 1. A field of the operands, a row of the table, and a field of the gradients.
-Operands = collections.namedtuple("Operands", (*table.Operands._fields, "bias"), defaults=(None,) * 5)
+Operands = collections.namedtuple("Operands", (*table.Operands._fields, "bias"), defaults=(None,) * 7)
 Gradients = collections.namedtuple("Gradients", (*table.Gradients._fields, "bias"))
 
 
@@ -59,8 +59,8 @@ def biased(backend, axes):
     def backward(call, operands, *by_query):
         def gradients(operands, *by_query):
             arrays, pull = append_bias(call, operands)
-            dq, dk, dv = backend.backward(call, arrays, *by_query)
-            return Gradients(dq[..., :-1], dk[..., :-1], dv, *pull(dk[..., -1]))
+            dq, dk, dv, _ = backend.backward(call, arrays, *by_query)
+            return Gradients(dq[..., :-1], dk[..., :-1], dv, None, *pull(dk[..., -1]))
 
         return vmap_as_batch(gradients, math.inf, operands, *by_query)
 

@@ -26,8 +26,13 @@ CASES = {
         "segment_ids": IDS,
         "sinks": RNG.normal(size=4),
         "logits_soft_cap": 2.0,
+        "table": RNG.normal(size=(4, 20)),  # a bias by distance
     },
-    "heads differ, tables": {"mask": (sl.Array(HOLES), sl.Causal() & sl.Strided(8)), "fwd_params": BLOCKS},
+    "heads differ, tables": {
+        "mask": (sl.Array(HOLES), sl.Causal() & sl.Strided(8)),
+        "fwd_params": BLOCKS,
+        "table": RNG.normal(size=(1, 9)),
+    },
     "selection": {"mask": sl.Causal(), "selection": BLOCKED, "segment_ids": IDS, "sinks": RNG.normal(size=4)},
     "run-time mask": {"mask": jnp.asarray(HOLES), "sinks": RNG.normal(size=4), "fwd_params": BLOCKS},
 }
@@ -50,21 +55,25 @@ def allowed(mask, segment_ids=None, selection=None, **_):
 )
 def test_second_derivatives(implementation, name):
     options = dict(CASES[name])
-    pairs, mask, sinks = allowed(**options), options.pop("mask"), options.pop("sinks", None)
+    pairs, mask = allowed(**options), options.pop("mask")
+    learned = {which: options.pop(which) for which in ("sinks", "table") if which in options}
     shapes = {"query": (2, T, 4, 8), "key": (2, T, 2, 8), "value": (2, T, 2, 4)}
     rng = np.random.default_rng(1)
-    x = {which: rng.normal(size=shape) for which, shape in shapes.items()} | ({} if sinks is None else {"sinks": sinks})
+    x = {which: rng.normal(size=shape) for which, shape in shapes.items()} | learned
     pull = {"dout": rng.normal(size=(2, T, 4, 4)), "dlse": rng.normal(size=(2, T, 4))}
     along = {which: rng.normal(size=array.shape) for which, array in x.items()}
 
     def right(step, **others):
         moved = {which: x[which] + step * along[which] for which in x}
         soft_cap = options.get("logits_soft_cap")
-        return DenseAttention(**moved, **(pull | others), allowed=pairs, scale=0.5, soft_cap=soft_cap).answers
+        fixed = pull | others | {"scale": 0.5, "soft_cap": soft_cap, "center": 8}
+        return DenseAttention(**moved, **fixed, allowed=pairs).answers
 
     def op(x):
         x = dict(x)
         arrays = [x.pop(which) for which in shapes]
+        if "table" in x:
+            x["bias"] = sl.DistanceBias(x.pop("table"), center=8)
         return sl.block_sparse_attention(
             *arrays, mask, scale=0.5, return_lse=True, implementation=implementation, **x, **options
         )
@@ -83,7 +92,8 @@ def test_second_derivatives(implementation, name):
         slopes = {key: (high - right(-1e-5)[key]) / 2e-5 for key, high in right(1e-5).items()}
     now = right(0)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    for which, key in zip(x, ("dq", "dk", "dv", "dsinks"), strict=False):
+    for which in x:
+        key = {"query": "dq", "key": "dk", "value": "dv"}.get(which, f"d{which}")
         close(back[which], slopes[key])  # the Hessian is symmetric
         close(forward[which], slopes[key] + now[key])  # the gradient is linear in what is pulled back
     live = np.isfinite(now["lse"])

@@ -45,6 +45,7 @@ class Case:
     keys: P | None = None  # of key and value, if not that of query
     extras: bool = False  # sinks and segment ids
     order: bool = False  # order ids
+    bias: bool = False  # a table and slopes
     told: frozenset[str] = frozenset()
     implementation: str = "xla"
     named: bool = False  # whether the op is told the sharding of query
@@ -66,12 +67,12 @@ CASES = {
     "MQA": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, told=SUM),
     "order ids": Case(FULL, BOTH, (8, 4), order=True),
     "order ids, MQA, segments": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, extras=True, order=True, told=SUM),
-    "GQA, key heads straddle": Case((CAUSAL, FULL, NEAR), BOTH, (12, 3), keys=DATA, told=SUM, extras=True),
+    "GQA, key heads straddle": Case((CAUSAL, FULL, NEAR), BOTH, (12, 3), keys=DATA, told=SUM, extras=True, bias=True),
     "run-time masks": Case(jnp.asarray(ALLOWED), BOTH, (8, 4)),
     "chosen alike": Case(CAUSAL, BOTH, (8, 4), chosen=1),
     "chosen by query head, masks differ": Case((CAUSAL, NEAR), BOTH, (8, 4), chosen=8),
     "chosen by key head, key heads straddle": Case(CAUSAL, BOTH, (12, 3), keys=DATA, told=SUM, extras=True, chosen=3),
-    "reference": Case((CAUSAL, NEAR, FULL), BOTH, (12, 3), keys=DATA, told=SUM, implementation="reference"),
+    "reference": Case((CAUSAL, NEAR, FULL), BOTH, (12, 3), keys=DATA, told=SUM, bias=True, implementation="reference"),
     "triton": Case((CAUSAL, FULL, NEAR, NEAR), BOTH, (8, 4), implementation="triton"),
 }
 
@@ -128,26 +129,29 @@ def check_case(mesh, case):
         blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-t // 16), case.chosen, 1))
         chosen = sl.Selection(blocks, block=16, granularity=16)
         allowed = allowed & selected_pairs(blocks, 16, 16, case.heads[0], (t, t))
-    right = DenseAttention(q, k, v, allowed, *pull, sinks=sinks).answers
+    n = case.heads[0]
+    table, constants = (jnp.sin(jnp.arange(9.0 * n)).reshape(n, 9), sl.alibi(n).slopes) if case.bias else (None, None)
+    right = DenseAttention(q, k, v, allowed, *pull, sinks=sinks, table=table, center=5, slopes=constants).answers
     right["lse"] = np.where(np.isfinite(right["lse"]), right["lse"], 0)
 
-    def program(q, k, v, sinks, ids, order, mask, chosen, *pull):
-        def attend(q, k, v, sinks):
+    def program(q, k, v, sinks, table, ids, order, mask, chosen, *pull):
+        def attend(q, k, v, sinks, table):
             options = {"segment_ids": ids, "order_ids": order}
             options |= {"sinks": sinks, "implementation": case.implementation, "return_lse": True}
             options["selection"] = chosen
+            options["bias"] = None if table is None else sl.DistanceBias(table, 5, constants)
             options["query_sharding"] = case.spec if case.named else None
             return sl.block_sparse_attention(q, k, v, case.mask if mask is None else mask, **options)
 
-        (out, lse), slopes = gradients(attend, q, k, v, sinks, pull=tuple(pull))
+        (out, lse), slopes = gradients(attend, q, k, v, sinks, table, pull=tuple(pull))
         return out, jnp.where(jnp.isfinite(lse), lse, 0), slopes
 
     batch, _, heads = (*case.spec, None, None)[:3]
     keys = case.spec if case.keys is None else case.keys
     masks = P(heads) if mask is not None and mask.ndim == 3 else P()
     by_head = P(batch, None, {case.heads[0]: heads, case.heads[1]: (*keys, *[None] * 3)[2]}.get(case.chosen))
-    specs = [case.spec, keys, keys, P(heads), P(batch), P(batch), masks, by_head, case.spec, case.spec]
-    args = [q, k, v, sinks, ids, order, mask, chosen, *pull]
+    specs = [case.spec, keys, keys, P(heads), P(heads), P(batch), P(batch), masks, by_head, case.spec, case.spec]
+    args = [q, k, v, sinks, table, ids, order, mask, chosen, *pull]
     off = {} if case.dtype == "float32" else {"rtol": 0.01, "atol": 0.03}
     out, lse, slopes = agree(mesh, program, args, specs, [*right.values()], case.told, **off)
     for x, spec in ((out, case.spec), (lse, case.spec), *zip(slopes, specs[:3], strict=False)):

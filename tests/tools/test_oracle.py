@@ -8,15 +8,17 @@ from sparse_layers.tools.oracle import DenseAttention, budgets, largest_error
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_the_oracle_by_finite_differences(soft_cap, sinks):
+@pytest.mark.parametrize("with_all", [False, True])
+def test_the_oracle_by_finite_differences(soft_cap, with_all):
     rng = np.random.default_rng(1)
-    shapes = {"query": (2, 5, 4, 3), "key": (2, 7, 2, 3), "value": (2, 7, 2, 6), "sinks": (4,)}
-    x = {name: rng.normal(size=shape) for name, shape in shapes.items() if sinks or name != "sinks"}
+    shapes = {"query": (2, 5, 4, 3), "key": (2, 7, 2, 3), "value": (2, 7, 2, 6)}
+    shapes |= {"sinks": (4,), "table": (4, 6)} if with_all else {}
+    x = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     allowed = rng.random((2, 4, 5, 7)) < 0.5
     allowed[:, :, 2] = False
     dout, dlse = rng.normal(size=(2, 5, 4, 6)), rng.normal(size=(2, 5, 4))
     options = {"allowed": allowed, "dout": dout, "dlse": dlse, "scale": 0.7, "soft_cap": soft_cap}
+    options |= {"center": 2, "slopes": (0.1, -0.2, 0, 1)} if with_all else {}
 
     def loss(x):
         answers = DenseAttention(**x, **options).answers
@@ -24,7 +26,7 @@ def test_the_oracle_by_finite_differences(soft_cap, sinks):
 
     exact = DenseAttention(**x, **options)
     answers, sizes = exact.answers, exact.absolute_sums()
-    for name, gradient in zip(x, ("dq", "dk", "dv", "dsinks"), strict=False):
+    for name, gradient in zip(x, ("dq", "dk", "dv", "dsinks", "dtable"), strict=False):
         step = 1e-6 * rng.normal(size=x[name].shape)
         slope = loss(x | {name: x[name] + step}) - loss(x | {name: x[name] - step})
         assert abs(slope / 2e-6 - (answers[gradient] * step).sum() / 1e-6) < 1e-6

@@ -29,6 +29,10 @@ class Operands(NamedTuple):
     mask: jax.Array | None = None  # a run-time bool mask [heads, T, S] whose heads are taken in turn, or None
     # Key blocks that queries attend to within the mask, ids int32 [B, Tq, G, k]; or None.
     selection: Selection | None = None
+    # A bias by distance: logits of query token i and key token j get, before the soft cap, table[h, clip(j - i +
+    # call.bias_center, 0, L - 1)] - slopes[h] * |j - i|. Both are in the dtype of accumulators.
+    bias_table: jax.Array | None = None  # [N, L], or None
+    bias_slopes: jax.Array | None = None  # [N], constants, or None
 
 
 class Gradients(NamedTuple):
@@ -37,6 +41,7 @@ class Gradients(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
+    bias_table: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +49,9 @@ class Operand:
     """The properties of one operand.
 
     Letters: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (head sizes), g (one head, or those
-    of query or key), r (groups of queries that select together), e (entries of a selection). Devices split b, n and k;
-    t, r and s under context parallelism. Arrays with t move with queries, arrays with s with keys.
+    of query or key), r (groups of queries that select together), e (entries of a selection), l (entries of a
+    table). Devices split b, n and k; t, r and s under context parallelism. Arrays with t move with queries, arrays with
+    s with keys.
     """
 
     axes: Any  # letters of its axes, or a pair of these for a pair of arrays
@@ -71,6 +77,8 @@ OPERANDS = {
     "order_ids": Operand(("b t", "b s"), ("order_ids of queries", "order_ids of keys")),
     "mask": Operand("g t s", "a run-time mask"),
     "selection": Operand("b r g e", "selection"),
+    "bias_table": Operand("n l", "a bias with a table", "backend", backends=("xla", "reference")),
+    "bias_slopes": Operand("n", "a bias with slopes", backends=("xla", "reference")),
 }
 
 

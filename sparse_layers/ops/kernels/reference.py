@@ -54,6 +54,12 @@ def _attention(call: Call, operands: Operands, cast_operands: dict[str, jax.Arra
     n, groups = query.shape[2], query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, groups, axis=2), jnp.repeat(value, groups, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * call.scale
+    distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
+    if operands.bias_table is not None:
+        table = cast_operands["bias_table"]
+        scores += table[:, np.clip(distances + call.bias_center, 0, table.shape[1] - 1)]
+    if operands.bias_slopes is not None:
+        scores -= operands.bias_slopes[:, None, None] * abs(distances).astype(scores.dtype)
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     allowed = _allowed(call, operands)

@@ -23,6 +23,7 @@ from jax import lax
 from ..planning.block_lists import BlockLists
 from ..planning.row_orders import Reordered
 from .call import Call
+from .distance_bias import bias_by_distance, has_bias
 from .numerics import accumulator_dtype, merge_by_lse, reduced_lse
 from .operands import Gradients, Operands
 from .pass_blocks import PassBlocks, blocks_of_pass, head_groups_of, join_heads
@@ -58,10 +59,10 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         lse = jnp.broadcast_to(sinks.astype(acc_dtype)[None, None], lse.shape)
     state = jnp.zeros((*query.shape[:3], value.shape[-1]), acc_dtype), lse
 
-    def run(passes, arrays):
+    def run(passes, arrays, bias):
         q, k, v, *state = arrays
         for pass_blocks in passes:
-            state = merge_by_lse(state, _forward_pass(call, pass_blocks, q, k, v))
+            state = merge_by_lse(state, _forward_pass(call, pass_blocks, q, k, v, bias))
         return tuple(state)
 
     out, lse = _by_head_group(call, operands, run, (query, *state), dkv=False)
@@ -70,30 +71,45 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Returns the gradients of query, key and value in their dtypes; each pass reads the lse of the whole call."""
+    """Returns gradients by name, in the operands' dtypes; each pass reads the lse of the whole call."""
     return _with_batched_vmap(functools.partial(_backward, call), operands, lse, delta, dout)
 
 
 def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
-    def run(passes, arrays):
+    def run(passes, arrays, bias):
         q, k, v, *rest = arrays
-        by_pass = [_backward_pass(call, pass_blocks, q, k, v, *rest) for pass_blocks in passes]
-        return _sum_over_passes([jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)], by_pass)
+        by_pass = [_backward_pass(call, pass_blocks, q, k, v, bias, *rest) for pass_blocks in passes]
+        return _sum_over_passes([jnp.zeros(x.shape, lse.dtype) for x in (q, k, v, *bias)], by_pass)
 
-    return _to_gradients(operands, *_by_head_group(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
+    by_query = operands.query, lse, delta, dout
+    return _to_gradients(call, operands, *_by_head_group(call, operands, run, by_query, dkv=True))
 
 
 def _sum_over_passes(zeros: Sequence[jax.Array], by_pass: Sequence[Sequence[jax.Array]]) -> tuple[jax.Array, ...]:
     return tuple(functools.reduce(jnp.add, summands) for summands in zip(zeros, *by_pass, strict=True))
 
 
-def _to_gradients(operands: Operands, dq, dk, dv) -> Gradients:
+def _to_gradients(call: Call, operands: Operands, dq, dk, dv, dbias=None) -> Gradients:
     """Returns gradients in the dtypes of the operands, those of repeated key heads summed."""
+    dtable = None
+    if operands.bias_table is not None:
+        (dtable,) = jax.vjp(lambda table: _bias(call, operands._replace(bias_table=table))[0], operands.bias_table)[1](
+            dbias
+        )
     dk, dv = (
         dx.reshape(*x.shape[:3], dx.shape[2] // x.shape[2], dx.shape[3]).sum(3)
         for dx, x in ((dk, operands.key), (dv, operands.value))
     )
-    return Gradients(dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype))
+    dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip((dq, dk, dv), operands[:3], strict=True))
+    return Gradients(dq, dk, dv, dtable)
+
+
+def _bias(call: Call, operands: Operands) -> tuple[jax.Array, ...]:
+    """Returns the bias by distance as [1, T + S - 1, N], with heads on the axis that query has; () without a bias."""
+    if not has_bias(operands):
+        return ()
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    return (bias_by_distance(call, operands, lengths).T[None],)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -109,7 +125,7 @@ def _uses_mask_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool
 
 
 def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
-    """Calls run(passes, (q, k, v, ...)) once for each head group, and joins the heads of the results.
+    """Calls run(passes, (q, k, v, ...), bias) once for each head group, and joins the heads of the results.
 
     With several groups, key heads are repeated to one for each query head, since the query heads of a key head may be
     in several groups. Gradients of keys come back repeated, too.
@@ -125,16 +141,17 @@ def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequ
     results = []
     for group in groups:
         passes = [blocks_of_pass(call, operands, group, x, rows, _uses_mask_tiles, dkv=dkv) for x in group.passes]
-        results.append(run(passes, [group.select(x) for x in (query, key, value, *rest)]))
+        bias = [group.select(x) for x in _bias(call, operands)]
+        results.append(run(passes, [group.select(x) for x in (query, key, value, *rest)], bias))
     return [join_heads(by_group) for by_group in zip(*results, strict=True)]
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
+def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, bias):
     """Returns (out, lse) of one pass by token; tokens without a row in the pass have out 0 and lse -inf."""
-    blocks = _Blocks.of(pass_blocks, False, query, key, value)
+    blocks = _Blocks.of(pass_blocks, False, query, key, value, bias)
     acc_dtype, precision = _arithmetic(query)
 
     def attend_q_block(_, inputs):
@@ -145,7 +162,8 @@ def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
             m_i, l_i, acc = state  # [B, K, G * bq], the same, [B, K, G * bq, Hv]
             kv_block = blocks.inner_block(entry)
             k, v = (blocks.load(x, outer.first_kv + kv_block) for x in (blocks.key, blocks.value))
-            scores = _soft_cap(jnp.einsum("bkqd,bksd->bkqs", q, k, precision=precision), call)[0]
+            scores = jnp.einsum("bkqd,bksd->bkqs", q, k, precision=precision)
+            scores = _soft_cap(blocks.add_bias(scores, outer, outer.number, kv_block), call)[0]
             if masked:
                 scores = jnp.where(blocks.allowed(outer, outer.number, kv_block, entry), scores, -jnp.inf)
             m_new = jnp.maximum(m_i, scores.max(-1))
@@ -163,27 +181,28 @@ def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
     return blocks.by_token(out), blocks.by_token(lse, -jnp.inf)
 
 
-def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, delta, dout):
-    """Returns (dq, dk, dv) of one pass by token, in the accumulator's dtype."""
-    blocks = _Blocks.of(pass_blocks, True, query, key, value)
+def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, bias, lse, delta, dout):
+    """Returns (dq, dk, dv) of one pass by token, and the gradient of its bias, in the accumulator's dtype."""
+    blocks = _Blocks.of(pass_blocks, True, query, key, value, bias)
     acc_dtype, precision = _arithmetic(query)
     # A query without keys has p = exp(-inf - lse) = 0 with any finite lse.
     by_query = jnp.where(lse == -jnp.inf, 0, lse), delta, dout
     lse, delta, dout = map(blocks.q_blocks, by_query)
     product = functools.partial(jnp.einsum, precision=precision)
 
-    def attend_kv_block(dq, inputs):
+    def attend_kv_block(sums, inputs):
         outer, span = inputs
         kv_block = outer.number
         k, v = (blocks.load(x, outer.first_kv + kv_block) for x in (blocks.key, blocks.value))
 
         def step(masked, entry, state):
-            dk, dv, dq = state
+            dk, dv, dq, *dbias = state
             q_block = blocks.inner_block(entry)
             index = outer.first_q + q_block
             # Scaled as in the forward pass: rounded otherwise, huge scores would fall below their lse.
             q, do = blocks.load(blocks.query, index) * call.scale, blocks.load(dout, index)
-            scores, slope = _soft_cap(product("bkqd,bksd->bkqs", q, k), call)
+            scores = blocks.add_bias(product("bkqd,bksd->bkqs", q, k), outer, q_block, kv_block)
+            scores, slope = _soft_cap(scores, call)
             p = _exp_below_lse(scores, blocks.load(lse, index)[..., None])
             if masked:
                 p = jnp.where(blocks.allowed(outer, q_block, kv_block, entry), p, 0)
@@ -193,15 +212,17 @@ def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, 
             dv = dv + product("bkqs,bkqd->bksd", p, do)
             dk = dk + product("bkqs,bkqd->bksd", ds, q)
             dq_block = lax.dynamic_index_in_dim(dq, index, keepdims=False) + product("bkqs,bksd->bkqd", ds, k)
-            return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, index, 0)
+            dq = lax.dynamic_update_index_in_dim(dq, dq_block, index, 0)
+            return dk, dv, dq, *(blocks.add_by_distance(x, ds, outer, q_block, kv_block, in_order) for x in dbias)
 
-        dk, dv, dq = blocks.loop(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), dq))
-        return dq, (dk, dv)
+        dk, dv, *sums = blocks.loop(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), *sums))
+        return sums, (dk, dv)
 
-    dq = jnp.zeros_like(blocks.query, acc_dtype)
-    dq, dkv = lax.scan(attend_kv_block, dq, (blocks.outer_blocks, blocks.spans))
+    in_order = call.params[1].deterministic
+    sums = [jnp.zeros_like(x, acc_dtype) for x in (blocks.query, *blocks.bias)]
+    (dq, *dbias), dkv = lax.scan(attend_kv_block, sums, (blocks.outer_blocks, blocks.spans))
     dk, dv = (blocks.by_key_token(x, blocks.layout.lists) for x in dkv)
-    return blocks.by_token(dq * call.scale), dk, dv
+    return blocks.by_token(dq * call.scale), dk, dv, *map(blocks.layout.bias_by_head, dbias)
 
 
 # --- second derivatives ----------------------------------------------------------------------------------------------
@@ -226,15 +247,15 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
     shift = reduced_lse(forward(call, jax.lax.stop_gradient(operands))[1])
     shift = jnp.where(shift == -jnp.inf, 0, shift)
 
-    def attend_pair(by_query, kv, allowed):
-        """Returns (sum of p, p @ v) of one pair of blocks, with p = exp(scores - shift), and no sums by key."""
+    def attend_pair(by_query, kv, allowed, add_bias):
+        """Returns (sum of p, p @ v) of one pair of blocks, with p = exp(scores - shift), and no other sums."""
         (q, shift), (k, v) = by_query, kv
-        p = _exp_below_lse(_masked_scores(call, q, k, allowed)[0], shift[..., None])
-        return (p.sum(-1), jnp.einsum("bkqs,bksd->bkqd", p, v, precision=_arithmetic(v)[1])), ()
+        p = _exp_below_lse(_masked_scores(call, q, k, allowed, add_bias)[0], shift[..., None])
+        return (p.sum(-1), jnp.einsum("bkqs,bksd->bkqd", p, v, precision=_arithmetic(v)[1])), (), None
 
-    def run(passes, arrays):
+    def run(passes, arrays, bias):
         q, k, v, shift = arrays
-        by_pass = [_sum_over_pairs(pass_blocks, attend_pair, (q, shift), (k, v))[0] for pass_blocks in passes]
+        by_pass = [_sum_over_pairs(pass_blocks, attend_pair, (q, shift), (k, v), bias)[0] for pass_blocks in passes]
         return _sum_over_passes((jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)), by_pass)
 
     l_i, acc = _by_head_group(call, operands, run, (operands.query, shift), dkv=False)
@@ -248,41 +269,47 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
 def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
     lse = jnp.where(lse == -jnp.inf, 0, lse)
 
-    def attend_pair(by_query, kv, allowed):
+    def attend_pair(by_query, kv, allowed, add_bias):
         (q, lse, delta, dout), (k, v) = by_query, kv
         product = functools.partial(jnp.einsum, precision=_arithmetic(q)[1])
-        scores, slope = _masked_scores(call, q, k, allowed)
+        scores, slope = _masked_scores(call, q, k, allowed, add_bias)
         p = _exp_below_lse(scores, lse[..., None])
-        ds = p * (product("bkqd,bksd->bkqs", dout, v) - delta[..., None]) * call.scale
+        ds = p * (product("bkqd,bksd->bkqs", dout, v) - delta[..., None])
         ds = ds if slope is None else ds * slope
-        dk, dv = product("bkqs,bkqd->bksd", ds, q), product("bkqs,bkqd->bksd", p, dout)
-        return (product("bkqs,bksd->bkqd", ds, k),), (dk, dv)
+        scaled_ds = ds * call.scale
+        dk, dv = product("bkqs,bkqd->bksd", scaled_ds, q), product("bkqs,bkqd->bksd", p, dout)
+        return (product("bkqs,bksd->bkqd", scaled_ds, k),), (dk, dv), ds
 
-    def run(passes, arrays):
+    def run(passes, arrays, bias):
         q, k, v, *rest = arrays
-        by_pass = [sum(_sum_over_pairs(pass_blocks, attend_pair, (q, *rest), (k, v)), ()) for pass_blocks in passes]
-        return _sum_over_passes([jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)], by_pass)
+        options = attend_pair, (q, *rest), (k, v), bias
+        by_pass = [sum(_sum_over_pairs(pass_blocks, *options), ()) for pass_blocks in passes]
+        return _sum_over_passes([jnp.zeros(x.shape, lse.dtype) for x in (q, k, v, *bias)], by_pass)
 
     by_query = operands.query, lse, delta, dout
-    return _to_gradients(operands, *_by_head_group(call, operands, run, by_query, dkv=False))
+    return _to_gradients(call, operands, *_by_head_group(call, operands, run, by_query, dkv=False))
 
 
-def _masked_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
+def _masked_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array, add_bias: Callable[..., jax.Array]):
     """Returns the scores of a pair of blocks, -inf where a query may not see a key, and the slope of the soft cap."""
     scores = jnp.einsum("bkqd,bksd->bkqs", q, k, precision=_arithmetic(q)[1]) * call.scale
-    scores, slope = _soft_cap(scores, call)
+    scores, slope = _soft_cap(add_bias(scores), call)
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 
 def _sum_over_pairs(
-    pass_blocks: PassBlocks, attend_pair: Callable[..., Any], by_query: Sequence[Any], kv: tuple[Any, Any]
+    pass_blocks: PassBlocks,
+    attend_pair: Callable[..., Any],
+    by_query: Sequence[Any],
+    kv: tuple[Any, Any],
+    bias: Sequence[jax.Array],
 ):
-    """Returns the sums, by token, of attend_pair(query blocks, key blocks, allowed) over all pairs of blocks.
+    """Returns the sums, by token, of attend_pair(query blocks, key blocks, allowed, add_bias) over all pairs of blocks.
 
-    It takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, and returns a tuple of summands
-    like the former and one like the latter.
+    It takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype. It returns a tuple of summands
+    like the former, one like the latter, and gradients of scores or None. These are summed by distance.
     """
-    blocks = _Blocks.of(pass_blocks, False, by_query[0], *kv)
+    blocks = _Blocks.of(pass_blocks, False, by_query[0], *kv, bias)
     operands = tuple(map(blocks.q_blocks, by_query)), (blocks.key, blocks.value)
     # Lists are contiguous. Entries behind the last one repeat it, so that no block is read that no query selected.
     spans, outer_blocks = jnp.asarray(blocks.spans), jax.tree.map(jnp.asarray, blocks.outer_blocks)
@@ -300,20 +327,29 @@ def _sum_over_pairs(
             allowed = live & (free | blocks.allowed(outer, outer.number, kv_block, entry))
         indices = outer.first_q + outer.number, outer.first_kv + kv_block
         loaded = [tuple(blocks.load(x, i) for x in arrays) for arrays, i in zip(operands, indices, strict=True)]
-        return indices, *attend_pair(*loaded, allowed)
+        pair = outer, outer.number, kv_block
+        *summands, ds = attend_pair(*loaded, allowed, lambda scores: blocks.add_bias(scores, *pair))
+        if ds is None:
+            return indices, *summands, ()
+        return indices, *summands, tuple(blocks.add_by_distance(jnp.zeros_like(x), ds, *pair) for x in blocks.bias)
 
     def step(sums, inputs):
-        indices, *summands = attend_entry(operands, *inputs)
-        sides = zip(indices, sums, summands, strict=True)
-        return tuple(tuple(map(lambda sum, x, i=i: sum.at[i].add(x), *xs)) for i, *xs in sides), None
+        indices, *summands, dbias = attend_entry(operands, *inputs)
+        *by_block, dbias_sums = sums
+        sides = zip(indices, by_block, summands, strict=True)
+        added = tuple(tuple(map(lambda sum, x, i=i: sum.at[i].add(x), *xs)) for i, *xs in sides)
+        return (*added, tuple(map(jnp.add, dbias_sums, dbias))), None
 
-    _, *shapes = jax.eval_shape(attend_entry, operands, list_numbers[0], entries[0], live[0])
+    _, *shapes, dbias_shapes = jax.eval_shape(attend_entry, operands, list_numbers[0], entries[0], live[0])
     zeros = [
         tuple(jnp.zeros_like(arrays[0], x.dtype, (len(arrays[0]), *x.shape)) for x in summands)
         for arrays, summands in zip(operands, shapes, strict=True)
     ]
-    (q_sums, kv_sums), _ = lax.scan(step, (*zeros,), (list_numbers, entries, live))
-    return tuple(map(blocks.by_token, q_sums)), tuple(blocks.by_key_token(x, blocks.layout.kv_lists) for x in kv_sums)
+    zeros.append(tuple(jnp.zeros(x.shape, x.dtype) for x in dbias_shapes))
+    (q_sums, kv_sums, dbias), _ = lax.scan(step, (*zeros,), (list_numbers, entries, live))
+    by_key_token = functools.partial(blocks.by_key_token, lists=blocks.layout.kv_lists)
+    functions = blocks.by_token, by_key_token, blocks.layout.bias_by_head
+    return tuple(tuple(map(f, sums)) for f, sums in zip(functions, (q_sums, kv_sums, dbias), strict=True))
 
 
 def _exp_below_lse(scores: jax.Array, lse: jax.Array) -> jax.Array:
@@ -377,6 +413,16 @@ class _Layout:
         x = x.transpose(0, 5, 2, 1, 4, 6, 3, *range(7, x.ndim))
         return x.reshape(self.batches * lists * (rows // block), shared, x.shape[4], group * block, *rest)
 
+    def bias_by_list(self, x: jax.Array) -> jax.Array:
+        """Returns [lists * distances, K, G] from [1, distances, heads]."""
+        x = x.reshape(-1, self.kv_heads, self.lists, self.group).transpose(2, 0, 1, 3)
+        return x.reshape(-1, self.kv_heads, self.group)
+
+    def bias_by_head(self, x: jax.Array) -> jax.Array:
+        """Returns [1, distances, heads]: the inverse of `bias_by_list`."""
+        x = x.reshape(self.lists, -1, self.kv_heads, self.group).transpose(1, 2, 0, 3)
+        return x.reshape(1, len(x), -1)
+
     def from_blocks(self, x: jax.Array, lists: int, group: int = 1) -> jax.Array:
         """Returns [B, rows, heads, ...]: the inverse of `to_blocks`."""
         blocks, shared, kv_heads, rows, *rest = x.shape
@@ -399,9 +445,10 @@ class _Blocks:
     # Of queries and of keys, [lists' blocks, B, 1, rows] each, with one list for all heads; or None.
     segments: list[jax.Array] | None
     order_ids: list[jax.Array] | None
+    bias: list[jax.Array]  # [lists * (T + S - 1), K, G], the bias of each distance; none without a bias
 
     @staticmethod
-    def of(pass_blocks: PassBlocks, dkv: bool, query, key, value) -> "_Blocks":
+    def of(pass_blocks: PassBlocks, dkv: bool, query, key, value, bias: Sequence[jax.Array]) -> "_Blocks":
         """Returns the operands in blocks, with lists of key blocks if ``dkv``, else of query blocks."""
         lists = pass_blocks.pairs.lists(dkv)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
@@ -417,7 +464,8 @@ class _Blocks:
         ids = in_blocks(pass_blocks.segments), in_blocks(pass_blocks.order_ids)
         q = layout.to_blocks(orders[0].gather(query, rows[0]), shape[0], layout.lists, layout.group)
         k, v = (layout.to_blocks(orders[1].gather(x, rows[1]), shape[1], layout.kv_lists) for x in (key, value))
-        return _Blocks(pass_blocks, layout, lists, q, k, v, *ids)
+        by_list = [layout.bias_by_list(x) for x in bias]
+        return _Blocks(pass_blocks, layout, lists, q, k, v, *ids, by_list)
 
     @property
     def spans(self) -> Any:
@@ -458,6 +506,42 @@ class _Blocks:
     def load(self, x: jax.Array, index: jax.Array) -> jax.Array:
         """Returns one block in the accumulator's dtype."""
         return lax.dynamic_index_in_dim(x, index, keepdims=False).astype(accumulator_dtype(x.dtype))
+
+    def add_bias(self, scores: jax.Array, outer: _OuterBlock, q_block: jax.Array, kv_block: jax.Array) -> jax.Array:
+        """Returns scores [B, K, G * bq, bkv] of a pair of blocks with their bias."""
+        for bias in self.bias:
+            of_pair = jnp.moveaxis(bias[self._distance_indices(outer, q_block, kv_block)], (2, 3), (0, 1))
+            scores = scores + of_pair.reshape(scores.shape[1:])
+        return scores
+
+    def add_by_distance(
+        self,
+        sums: jax.Array,
+        ds: jax.Array,
+        outer: _OuterBlock,
+        q_block: jax.Array,
+        kv_block: jax.Array,
+        in_order: bool = False,
+    ) -> jax.Array:
+        """Adds gradients of scores [B, K, G * bq, bkv] of a pair of blocks to the sums by distance, like `bias`.
+
+        With ``in_order``, they are added query by query, whose keys are at different distances: also GPUs, which add
+        to equal indices in any order, then sum in the same order each time.
+        """
+        indices = self._distance_indices(outer, q_block, kv_block)
+        ds = jnp.moveaxis(ds.sum(0).reshape(*sums.shape[1:], *indices.shape), (0, 1), (2, 3))
+        if not in_order:
+            return sums.at[indices].add(ds)
+        return lax.scan(lambda x, row: (x.at[row[0]].add(row[1], unique_indices=True), None), sums, (indices, ds))[0]
+
+    def _distance_indices(self, outer: _OuterBlock, q_block: jax.Array, kv_block: jax.Array) -> jax.Array:
+        """Returns the indices [bq, bkv] of a pair's distances in `bias`; rows without a token have any of them."""
+        (bq, bkv), (queries, _) = self.pass_blocks.shape, self.pass_blocks.pairs.num_blocks
+        q_order, kv_order = self.pass_blocks.q_order, self.pass_blocks.kv_order
+        q, k = q_order.token(q_block * bq + jnp.arange(bq)), kv_order.token(kv_block * bkv + jnp.arange(bkv))
+        distances = k - q[:, None] + (q_order.length - 1)
+        list_number = outer.first_q // queries % self.layout.lists
+        return list_number * (q_order.length + kv_order.length - 1) + jnp.maximum(distances, 0)
 
     def has_entries(self, masked: bool) -> bool:
         """True if the lists may have FULL entries, or PARTIAL ones if ``masked``."""

@@ -1,0 +1,125 @@
+"""Biases by distance: the numbers of ALiBi and T5, the value, and the ways to call; the formula is in `cases.py`."""
+
+import functools
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from tests.ops.cases import compiled
+
+T = 40
+NEAR = sl.Window(20, 9)
+
+
+def arrays():
+    q, k, v, dout = (np.random.default_rng(i).normal(size=(2, T, 2, 8)).astype(np.float32) for i in range(4))
+    return q, k, v, dout, np.random.default_rng(4).normal(size=(2, 13)).astype(np.float32)
+
+
+def gradients(q, k, v, dout, table, mask=NEAR, center=9, **options):
+    """Returns out and the gradients of query and table."""
+
+    def attend(q, table):
+        return sl.block_sparse_attention(q, k, v, mask, bias=sl.DistanceBias(table, center), **options)
+
+    out, pullback = jax.vjp(attend, q, table)
+    return out, *pullback(dout)
+
+
+def close(ours, right):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, right)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 8, 12, 32])
+def test_slopes_are_those_of_the_papers_code(heads):
+    def slopes(n):
+        if math.log2(n).is_integer():
+            first = 2 ** (-(2 ** -(math.log2(n) - 3)))
+            return [first * first**i for i in range(n)]
+        lower = 2 ** math.floor(math.log2(n))
+        return slopes(lower) + slopes(2 * lower)[0::2][: n - lower]
+
+    np.testing.assert_allclose(sl.alibi(heads).slopes, slopes(heads), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 64), (20, 100), (4, 3)])
+def test_buckets_are_those_of_t5(num_buckets, max_distance):
+    """In integers: the k-th bucket beyond the e exact ones begins where (distance / e)^n >= (max_distance / e)^k."""
+
+    def bucket(distance, count):
+        exact, far = count // 2, count - count // 2
+        if distance < exact:
+            return distance
+        powers = (k for k in range(far) if distance**far * exact**k >= max_distance**k * exact**far)
+        return exact + max(powers)
+
+    reach = 2 * max_distance
+    numbers = jnp.arange(num_buckets, dtype=jnp.float32)[None]
+    sides = {True: num_buckets // 2, False: num_buckets}
+    for bidirectional, count in sides.items():
+        bias = sl.t5_bias(numbers, bidirectional=bidirectional, max_distance=max_distance)
+        table = np.asarray(bias.table[0]).astype(int)
+        ours = table[np.clip(np.arange(-reach, reach + 1) + bias.center, 0, len(table) - 1)]
+        behind = [count + bucket(d, count) if bidirectional else 0 for d in range(1, reach + 1)]
+        assert ours.tolist() == [bucket(d, count) for d in range(reach, -1, -1)] + behind
+
+
+def test_a_bias_is_a_pytree_of_its_table():
+    bias = sl.DistanceBias(np.ones((2, 5), np.float32), slopes=np.array([1, 2]))
+    assert (bias.center, bias.slopes) == (2, (1.0, 2.0))
+    assert repr(bias) == "DistanceBias(float32[2, 5], center=2, slopes=(1.0, 2.0))"
+    (path, leaf), *others = jax.tree_util.tree_flatten_with_path(bias)[0]
+    assert jax.tree_util.keystr(path) == ".table" and leaf.shape == (2, 5) and not others
+    assert jax.tree.structure(bias) == jax.tree.structure(pickle.loads(pickle.dumps(bias)))
+    assert not jax.tree.leaves(sl.alibi(4)) and hash(jax.tree.structure(sl.alibi(4)))
+    with pytest.raises(AttributeError, match="immutable: center cannot be set"):
+        bias.center = 3
+    with pytest.raises(AttributeError, match="immutable: table cannot be deleted"):
+        del bias.table
+
+
+def test_exported_programs_take_a_bias():
+    exported = jax.export.export(jax.jit(lambda bias: bias.table.sum()))(sl.DistanceBias(jnp.ones((2, 5))))
+    assert jax.export.deserialize(exported.serialize()).call(sl.DistanceBias(jnp.ones((2, 5)))) == 10
+
+
+def test_tables_of_all_heads_and_of_other_dtypes():
+    """Their gradients are sums over heads, in the dtype of the table."""
+    *x, dout, table = arrays()
+    shared = jnp.asarray(table[:1], jnp.bfloat16)
+    out, dq, dtable = jax.jit(gradients)(*x, dout, shared)
+    right, right_dq, by_head = jax.jit(gradients)(*x, dout, np.repeat(shared.astype(np.float32), 2, axis=0))
+    close((out, dq), (right, right_dq))
+    assert dtable.shape == (1, 13) and dtable.dtype == jnp.bfloat16
+    np.testing.assert_allclose(dtable.astype(np.float32), by_head.sum(0, keepdims=True), rtol=0.01)
+
+
+def test_under_vmap():
+    *x, dout, table = arrays()
+    tables, ids = np.stack([table, -table]), np.sort(np.arange(2 * T).reshape(2, T) % 3)
+    by_table = compiled(jax.vmap(functools.partial(gradients, *x, dout, segment_ids=ids, implementation="xla")))(tables)
+    one = compiled(functools.partial(gradients, *x, dout, segment_ids=ids, implementation="reference"))
+    for i in range(2):
+        close(tuple(answer[i] for answer in by_table), one(tables[i]))
+
+
+def test_deterministic_gradients_are_summed_query_by_query():
+    *x, dout, table = arrays()
+    params = {"bwd_params": sl.BwdParams(q_blocksize=16, kv_blocksize=16, deterministic=True)}
+    # Tokens have another order in the second pass.
+    call = functools.partial(gradients, mask=sl.preset("sparse_transformer_strided", stride=8), implementation="xla")
+    close(compiled(functools.partial(call, **params))(*x, dout, table), compiled(call)(*x, dout, table))
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "triton", "pallas_tpu", "cudnn"])
+@pytest.mark.parametrize(
+    ("bias", "words"), [(sl.alibi(2), "a bias with slopes"), (sl.DistanceBias(np.ones((1, 3))), "a bias with a table")]
+)
+def test_other_implementations_refuse_it(implementation, bias, words):
+    with pytest.raises(NotImplementedError, match=f"^{implementation}: it does not know {words}; "):
+        sl.block_sparse_attention(*arrays()[:3], sl.Causal(), bias=bias, implementation=implementation)
