@@ -205,7 +205,7 @@ def block_sparse_attention(
         layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
     if not b:  # there would be no block lists
         segments = order_id_pair = selection = None
-    call = Call(plan, fwd_shape, bwd_shape, params, scale, logits_soft_cap, center, return_lse)
+    call = Call(plan, fwd_shape, bwd_shape, params, scale, logits_soft_cap, return_lse, bias_center=center)
     operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection, table, slopes)
     if implementation is None:
         call = dataclasses.replace(call, picked_for=platform())

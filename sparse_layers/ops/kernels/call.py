@@ -32,13 +32,13 @@ class Call:
     params: tuple[FwdParams, BwdParams]  # the forward and the backward parameters
     scale: float  # factor on q . k
     soft_cap: float | None  # scores s become soft_cap * tanh(s / soft_cap); None for none
-    bias_center: int = 0  # the index of distance 0 in the table of a bias
     return_lse: bool = False  # True if the caller wants the log-sum-exp, too
     picked_for: str | None = None  # the platform that the implementation was picked for; None if the caller named it
     # With context parallelism, the plan of each device; ``plan`` is that of the last one.
     plans_by_rank: tuple[Plan, ...] = ()
     # True if an all-to-all of all queries runs meanwhile, which occupies some multiprocessors.
     exchanges_queries: bool = False
+    bias_center: int = 0  # the index of distance 0 in the table of a bias
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:

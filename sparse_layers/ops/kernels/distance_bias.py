@@ -27,7 +27,7 @@ from .validation import checked_numbers, describe_value
 @register_node
 @jax.tree_util.register_pytree_with_keys_class
 class DistanceBias:
-    """A bias of logits by head and distance, learned or constant: ``bias=`` of `block_sparse_attention`.
+    """A bias of logits by head and distance, learned or constant: ``bias=`` of the op, `block_sparse_attention`.
 
     The logit of query i and key j in head h, ``scale * q . k``, gets ``table[h, clip(j - i + center, 0, L - 1)]`` and
     ``-slopes[h] * |j - i|``, before the soft cap. Positions i and j count tokens. Distances beyond the table take its
