@@ -193,11 +193,6 @@ def block_sparse_attention(
     tuned_for = implementation or default_implementation(query.dtype, max(h, value.shape[-1]))
     plan, mask = _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, tuned_for)
     params = (plan.fwd_params, plan.bwd_params) if plan else resolve_params(fwd_params, bwd_params)
-    tuned = TUNING[tuned_for]
-    defaults = tuned.block_shapes[0], tuned.bwd_block_shape or tuned.block_shapes[0]
-    fwd_shape, bwd_shape = (
-        (p.q_blocksize or default[0], p.kv_blocksize or default[1]) for p, default in zip(params, defaults, strict=True)
-    )
     batch = () if is_unbatched else (b,)
     segments, order_id_pair = checked_visibility(segment_ids, order_ids, batch, (t, s), n)
     selection = _checked_selection(selection, query, key, is_unbatched)
@@ -205,7 +200,7 @@ def block_sparse_attention(
         layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
     if not b:  # there would be no block lists
         segments = order_id_pair = selection = None
-    call = Call(plan, fwd_shape, bwd_shape, params, scale, logits_soft_cap, return_lse, bias_center=center)
+    call = Call(plan, *_block_shapes(params, tuned_for), params, scale, logits_soft_cap, return_lse, bias_center=center)
     operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection, table, slopes)
     if implementation is None:
         call = dataclasses.replace(call, picked_for=platform())
@@ -262,6 +257,15 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
         )
     layouts.warn_of_entries(plan.masks, b)
     return plan, None
+
+
+def _block_shapes(params: tuple[FwdParams, BwdParams], implementation: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the block shapes of forward and backward lists, where no plan has them."""
+    tuned = TUNING[implementation]
+    (q_size, kv_size), (bwd_q_size, bwd_kv_size) = tuned.block_shapes[0], tuned.bwd_block_shape or tuned.block_shapes[0]
+    fwd, bwd = params
+    bwd_shape = bwd.q_blocksize or bwd_q_size, bwd.kv_blocksize or bwd_kv_size
+    return (fwd.q_blocksize or q_size, fwd.kv_blocksize or kv_size), bwd_shape
 
 
 def _checked_selection(selection: Any, query: jax.Array, key: jax.Array, is_unbatched: bool) -> Selection | None:
