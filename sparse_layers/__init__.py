@@ -70,6 +70,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.implementations import implementations as implementations
     from .ops.kernels.distance_bias import DistanceBias as DistanceBias
     from .ops.kernels.distance_bias import alibi as alibi
+    from .ops.kernels.distance_bias import grid_bias as grid_bias
     from .ops.kernels.distance_bias import t5_bias as t5_bias
     from .ops.order import block_order as block_order
     from .ops.order import prefix_order as prefix_order
@@ -131,7 +132,7 @@ _AT_FIRST_USE = {
     "ops.attention": ("block_sparse_attention",),
     "ops.decoding.cache": ("KVCache",),
     "ops.implementations": ("implementations",),
-    "ops.kernels.distance_bias": ("DistanceBias", "alibi", "t5_bias"),
+    "ops.kernels.distance_bias": ("DistanceBias", "alibi", "grid_bias", "t5_bias"),
     "ops.order": ("block_order", "prefix_order", "segment_ids_from_lengths", "span_order"),
     "ops.planning.binding": ("bind",),
     "ops.planning.mask_info": (

@@ -189,7 +189,7 @@ def block_sparse_attention(
     (b, t, n, h), s = query.shape, key.shape[1]
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
-    table, slopes, center = checked_bias(bias, n, query.dtype)
+    bias_arrays, bias_options = checked_bias(bias, n, (t, s), query.dtype)
     tuned_for = implementation or default_implementation(query.dtype, max(h, value.shape[-1]))
     plan, mask = _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, tuned_for)
     params = (plan.fwd_params, plan.bwd_params) if plan else resolve_params(fwd_params, bwd_params)
@@ -200,8 +200,8 @@ def block_sparse_attention(
         layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
     if not b:  # there would be no block lists
         segments = order_id_pair = selection = None
-    call = Call(plan, *_block_shapes(params, tuned_for), params, scale, logits_soft_cap, return_lse, bias_center=center)
-    operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection, table, slopes)
+    call = Call(plan, *_block_shapes(params, tuned_for), params, scale, logits_soft_cap, return_lse, **bias_options)
+    operands = Operands(query, key, value, sinks, segments, order_id_pair, mask, selection, *bias_arrays)
     if implementation is None:
         call = dataclasses.replace(call, picked_for=platform())
     lse: Any  # None if JAX differentiates the implementation

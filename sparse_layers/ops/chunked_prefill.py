@@ -18,6 +18,7 @@ from .attention import block_sparse_attention
 from .decoding.cache import KVCache
 from .decoding.layout import MaskHeads
 from .decoding.ring_cache import GatheredLayout, KeyLayout, concat_heads, join_pages, select_heads, split_residues
+from .kernels.distance_bias import DistanceBias
 from .kernels.numerics import merge_by_lse
 from .kernels.quantized import Rows, dequantize
 from .planning.row_orders import Reordered, RowOrder
@@ -34,6 +35,7 @@ def attend_chunk(
     *,
     selection: Selection | None = None,
     sinks: jax.Array | None = None,
+    bias: DistanceBias | None = None,
     **options: Any,
 ) -> jax.Array:
     """Returns attention [B, C, N, Hv] of a chunk's queries over the cache's pattern; rows of padding are meaningless.
@@ -43,7 +45,7 @@ def attend_chunk(
       query, key, value: [B, C, heads, size], of tokens ``start`` to start + C - 1.
       selection: the key blocks of each query, over all tokens up to the chunk's end; the cache must hold all keys in
         natural order.
-      sinks, **options: as of `block_sparse_attention`.
+      sinks, bias, **options: as of `block_sparse_attention`.
     """
     layout = after.layout
     groups = [(heads, [((x.mask,), x.store) for x in heads.cache_parts]) for heads in layout.heads]
@@ -71,6 +73,7 @@ def attend_chunk(
                 [Reordered(mask, q_order, k_order) for mask in masks],
                 selection=selection,
                 sinks=None if results or sinks is None else sinks[np.array(heads.q_heads)],  # counted once
+                bias=None if bias is None else bias.of_heads(heads.q_heads).at(q_order, k_order),
                 return_lse=True,
                 **options,
             )

@@ -125,6 +125,11 @@ def _with_local_bias(
     """Returns a local call and its operands, with a table by the distances of the device's rows, slopes included."""
     if not has_bias(operands):
         return local_call, operands
+    if call.bias_orders is not None:
+        raise NotImplementedError(
+            "bias: distances on a grid need whole sequences on each device, but the sharding of query splits them; "
+            "leave its axis of tokens whole"
+        )
     q_rows, kv_rows = operands.query.shape[1], operands.key.shape[1]
     kv_len = kv_rows if isinstance(exchange, AllGather) else exchange.length
     bias = bias_by_distance(call, operands, (exchange.length, kv_len))  # [N, T + S - 1]

@@ -206,7 +206,7 @@ def test_tables_in_the_op_and_in_the_cache():
     np.testing.assert_allclose(attend(masks), attend(np.tril(SAME), "reference"), atol=1e-5)
     for part in plan_cache_parts(masks[0], T):
         tokens = np.asarray(part.store.token(jnp.arange(part.store.num_pages * part.store.page_size), jnp.array(T - 1)))
-        pieces, seen = part.visible_pages(jnp.array([T - 1]))
+        pieces, _, seen = part.visible_pages(jnp.array([T - 1]))
         rows = tokens.reshape(part.store.num_pages, -1)[np.asarray(pieces)[0]].ravel()
         np.testing.assert_array_equal(np.sort(rows[np.asarray(seen)[0]]), np.flatnonzero(SAME[-1]))
 

@@ -17,6 +17,7 @@ from ...masks.adapters import MaskLike, by_entry
 from ...masks.algebra import Mask
 from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
+from ..kernels.distance_bias import DistanceBias, check_bias
 from ..kernels.quantized import Rows, check_cache_dtype, quantize
 from ..kernels.validation import checked_array, checked_scalars, checked_selection, checked_sinks, is_floating
 from ..planning.selection import Selection
@@ -296,6 +297,7 @@ class KVCache:
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: ArrayLike | None = None,
+        bias: DistanceBias | None = None,
         selection: Selection | None = None,
         index: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, "KVCache"]:
@@ -317,12 +319,13 @@ class KVCache:
         if index is not None or selection is not None or self.pooled is not None:
             # Without a barrier, XLA writes the token a second time for the matrix products, into a copy of the cache.
             cache = jax.lax.optimization_barrier(self.written(key, value, position, index_key=index_key))
-            options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
-            return cache.attend(query, position, index_query=index_query, **options), cache
+            options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "bias": bias}
+            return cache.attend(query, position, selection=selection, index_query=index_query, **options), cache
         self._check_step("N", position, query=(query, self.num_heads, self.keys))
         options = checked_scalars(scale, logits_soft_cap, query.shape[-1])
         arrays, token = (self.keys, self.values), (add_axis(query), add_axis(key), add_axis(value))
-        args = options, arrays, token, positions, checked_sinks(sinks, self.num_heads)
+        _check_bias(bias, self.num_heads)
+        args = options, arrays, token, positions, checked_sinks(sinks, self.num_heads), bias
         out, (keys, values) = step.write_and_attend(self.layout, self.implementation, *args)
         out = out.astype(query.dtype).reshape(*query.shape[:-1], -1)
         return out, dataclasses.replace(self, keys=keys, values=values)
@@ -370,6 +373,7 @@ class KVCache:
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: ArrayLike | None = None,
+        bias: DistanceBias | None = None,
         selection: Selection | None = None,
         index_query: jax.Array | None = None,
     ) -> jax.Array:
@@ -378,7 +382,7 @@ class KVCache:
         Args:
           query: [B, N, H], or [B, S, N, H] with S <= max_step.
           position: int [B], of the queries, or of the first of S; these tokens were written last.
-          scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
+          scale, logits_soft_cap, sinks, bias: as in `block_sparse_attention`. Steps with a bias use XLA.
           selection: key blocks of the queries, a `Selection` of ids [B, 1, G, k] or [B, S, G, k]; only keys in these
             blocks are read. The cache must keep all keys, see Raises.
           index_query: [B, K, size] or [B, S, K, size], only for a scorer like `MSA`.
@@ -403,11 +407,12 @@ class KVCache:
         query = checked_array("query", query)
         positions, add_axis = self._check_step("N", position, query=(query, self.num_heads, self.keys))
         logit_sinks = checked_sinks(sinks, self.num_heads)
+        _check_bias(bias, self.num_heads)
         options = checked_scalars(scale, logits_soft_cap, query.shape[-1])
         args = options, (self.keys, self.values), add_axis(query), positions, logit_sinks
 
         def attend(selected: tuple[jax.Array, int] | None = None) -> jax.Array:
-            return step.attend(self.layout, self.implementation, *args, selected)
+            return step.attend(self.layout, self.implementation, *args, selected, bias)
 
         scorer = self.selection
         if selection is not None:
@@ -475,6 +480,12 @@ class KVCache:
         first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
         positions = first[:, None] + jnp.arange(count or 1)[None]
         return positions, (lambda x: x[:, None]) if count is None else (lambda x: x)
+
+
+def _check_bias(bias: DistanceBias | None, heads: int) -> None:
+    check_bias(bias, heads)
+    if bias is not None and bias.on_grid:
+        raise NotImplementedError("bias: a step counts distances by tokens, and not on a grid; use a DistanceBias")
 
 
 def _check_cache_dtype(cache_dtype: Any, scorer: Scorer | None) -> None:

@@ -70,8 +70,10 @@ class CachePart:
             else self.page_table.pages.shape[1] * self.store.page_size
         )
 
-    def visible_pages(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """Returns the pages [B, n] that queries at [B] read, None for all, and the rows that they see, bool [B, L]."""
+    def visible_pages(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+        """Returns the pages [B, n] that queries at [B] read, None for all; their rows' tokens, int [B, L]; and which of
+        these the queries see, bool [B, L].
+        """
         store, query, table = self.store, position[:, None], self.page_table
         if table is not None:
             rows = position // table.q_block
@@ -92,13 +94,13 @@ class CachePart:
             )
         allowed = allowed & (tokens >= 0) & (tokens <= query)
         if table is None or table.states is None:
-            return pages, allowed & self.mask(query, tokens)
+            return pages, tokens, allowed & self.mask(query, tokens)
         states = jnp.asarray(table.states)[rows][..., None]
         bits = jnp.broadcast_to(states == FULL, (*states.shape[:-1], store.page_size))
         if table.tiles is not None:
             tile = jnp.asarray(table.tile_ids)[rows]
             bits = bits | ((states == PARTIAL) & jnp.asarray(table.tiles)[tile, query % table.q_block])
-        return pages, allowed & bits.reshape(allowed.shape)
+        return pages, tokens, allowed & bits.reshape(allowed.shape)
 
 
 @bounded_cache()

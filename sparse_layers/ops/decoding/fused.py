@@ -132,7 +132,7 @@ def _read(
 ) -> decode.CacheRead:
     """Returns the rows that queries at positions [B * S] read in a part, without the row ``slot`` [B]."""
     (index, stored_heads), store = layout.find(cache_part.store), cache_part.store
-    pages, allowed = cache_part.visible_pages(position)
+    pages, _, allowed = cache_part.visible_pages(position)
     row = jnp.arange(store.page_size, dtype=jnp.int32)[None]
     row = row if pages is None else (pages[..., None] * store.page_size + row[None]).reshape(len(position), -1)
     if slot is not None:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from ..kernels.distance_bias import DistanceBias
 from . import fused, ring_cache, xla
 from .layout import CacheLayout, KVArrays, LogitOptions
 from .ring_cache import select_heads
@@ -21,17 +22,19 @@ def attend(
     positions: jax.Array,
     sinks: jax.Array | None,
     selected: tuple[jax.Array, int] | None = None,
+    bias: DistanceBias | None = None,
 ) -> jax.Array:
     """Returns attention [B, S, N, Hv] of queries [B, S, N, H] at positions [B, S] over the keys of a cache.
 
-    The implementation is "xla", or "triton" for the kernel where it can. ``selected`` are ids [B, S, G, k] of the key
-    blocks to read, and their size; None for the pattern's row.
+    The implementation is "xla", or "triton" for the kernel where it can; it knows no bias. ``selected`` are ids [B, S,
+    G, k] of the key blocks to read, and their size; None for the pattern's row.
     """
     ids, block = (None, None) if selected is None else selected
     args = arrays, query, positions, sinks, ids
     by_xla = functools.partial(xla.attend, layout, block, logit_options)
-    if implementation != "triton" or not fused.can_attend(layout, arrays, query, selected is not None):
-        return by_xla(*args)
+    can_attend = bias is None and fused.can_attend(layout, arrays, query, selected is not None)
+    if implementation != "triton" or not can_attend:
+        return by_xla(*args, bias)
     return fused.with_fallback(functools.partial(fused.attend, layout, block, logit_options), by_xla, *args)
 
 
@@ -55,6 +58,7 @@ def write_and_attend(
     token: Token,
     positions: jax.Array,
     sinks: jax.Array | None,
+    bias: DistanceBias | None = None,
 ) -> tuple[jax.Array, KVArrays]:
     """Writes the tokens of a step and attends from them, see `attend`: returns (out [B, S, N, Hv], the new arrays)."""
 
@@ -64,9 +68,9 @@ def write_and_attend(
         query, key, value = token
         # Without a barrier, XLA writes the token a second time for the matrix products, into a copy of the cache.
         arrays = jax.lax.optimization_barrier(write(layout, arrays, key, value, positions))
-        return attend(layout, implementation, logit_options, arrays, query, positions, sinks), arrays
+        return attend(layout, implementation, logit_options, arrays, query, positions, sinks, bias=bias), arrays
 
     args = arrays, token, positions, sinks
-    if implementation != "triton" or not fused.can_step(layout, arrays, token[0]):
+    if implementation != "triton" or bias is not None or not fused.can_step(layout, arrays, token[0]):
         return in_two_steps(*args)
     return fused.with_fallback(functools.partial(fused.step, layout, logit_options), in_two_steps, *args)

@@ -5,14 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ..kernels.distance_bias import DistanceBias
 from ..kernels.numerics import accumulator_dtype
 from ..kernels.quantized import Rows, data_and_scale
 from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
 from .ring_cache import concat_heads, gather_pages, select_heads
 
-# Keys, values and a mask, see `_attend`.
-Read = tuple[Rows, Rows, jax.Array]
+# Keys, values, distances from the query and a mask, see `_attend`.
+Read = tuple[Rows, Rows, jax.Array, jax.Array]
 
 
 def attend(
@@ -24,6 +26,7 @@ def attend(
     positions: jax.Array,
     sinks: jax.Array | None,
     ids: jax.Array | None,
+    bias: DistanceBias | None = None,
 ) -> jax.Array:
     """Returns attention [B, S, N, Hv] of queries [B, S, N, H] at [B, S], over their rows or blocks ids [B, S, G, k]."""
 
@@ -33,7 +36,7 @@ def attend(
             reads = [(heads, _gather_rows(layout, arrays, heads, position)) for heads in layout.heads]
         else:
             reads = [_gather_selected(layout, arrays, position, ids, block)]
-        outs = [_attend(heads, query, of_heads, *logit_options, sinks) for heads, of_heads in reads]
+        outs = [_attend(heads, query, of_heads, *logit_options, sinks, bias) for heads, of_heads in reads]
         return concat_heads(outs, [heads.q_heads for heads, _ in reads], axis=1)
 
     args = (query, positions) if ids is None else (query, positions, ids)
@@ -43,21 +46,21 @@ def attend(
 
 
 def _gather_rows(layout: CacheLayout, arrays: KVArrays, heads: MaskHeads, position: jax.Array) -> list[Read]:
-    """Returns keys, values and a mask for each part that the heads of one mask read; see `_attend`."""
+    """Returns what the heads of one mask read in each part; see `_attend`."""
     reads = []
     for cache_part in heads.cache_parts:
         index, stored_heads = layout.find(cache_part.store)
-        pages, allowed = cache_part.visible_pages(position)
+        pages, tokens, allowed = cache_part.visible_pages(position)
         kv_heads = [stored_heads.index(head) for head in heads.kv_heads]
         k, v = (gather_pages(side[index], kv_heads, pages) for side in arrays)
-        reads.append((k, v, allowed[:, None, None]))
+        reads.append((k, v, (tokens - position[:, None])[:, None], allowed[:, None, None]))
     return reads
 
 
 def _gather_selected(
     layout: CacheLayout, arrays: KVArrays, position: jax.Array, ids: jax.Array, block: int
 ) -> tuple[MaskHeads, list[Read]]:
-    """Returns all heads, and keys, values and mask of the selected blocks ids [B, G, k]; see `_attend`."""
+    """Returns all heads, and what they read in the selected blocks ids [B, G, k]; see `_attend`."""
     heads, start, tokens, seen = layout.selected_tokens(position, ids, block)
     index, kv_heads, width = layout.full_store_index(), layout.num_kv_heads, min(block, layout.length)
 
@@ -74,7 +77,7 @@ def _gather_selected(
     keys, values = (side[index] for side in arrays)
     # Rows outside of the selection may hold anything, NaN too, and a weight of 0 times NaN is NaN.
     selected_values = jax.tree.map(lambda x: jnp.where(seen.any(2)[..., None], x, 0), blocks(values))
-    return heads, [(blocks(keys), selected_values, seen)]
+    return heads, [(blocks(keys), selected_values, tokens - position[:, None, None], seen)]
 
 
 def _attend(
@@ -84,20 +87,24 @@ def _attend(
     scale: float,
     cap: float | None,
     sinks: jax.Array | None,
+    bias: DistanceBias | None,
 ) -> jax.Array:
     """Returns attention of the query heads of one mask, [B, len(heads.q_heads), Hv], at least in float32.
 
-    Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.kv_heads), and a mask [B, n or 1, query
-    heads of each or 1, L]. Scales of rows multiply scores and weights, so that products have the rows of 8 bits.
+    Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.kv_heads), distances of keys from the
+    query [B, n or 1, L], and a mask [B, n or 1, query heads of each or 1, L]. Scales of rows multiply scores and
+    weights, so that products have the rows of 8 bits.
     """
     dtype = accumulator_dtype(query.dtype)
     query = select_heads(query, heads.q_heads)
     query = query.reshape(len(query), len(heads.kv_heads), -1, query.shape[-1])
     scores, values = [], []
-    for k, v, allowed in reads:
+    for k, v, distances, allowed in reads:
         k, k_scale = data_and_scale(k)
         x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
         x = x if k_scale is None else x * k_scale
+        if bias is not None:
+            x = x + bias.of_distances(np.reshape(heads.q_heads, query.shape[1:3]), distances, dtype)
         x = x if cap is None else cap * jnp.tanh(x / cap)
         scores.append(jnp.where(allowed, x, -jnp.inf))
         values.append(v)

@@ -39,12 +39,18 @@ class Call:
     # True if an all-to-all of all queries runs meanwhile, which occupies some multiprocessors.
     exchanges_queries: bool = False
     bias_center: int = 0  # the index of distance 0 in the table of a bias
+    # The position of each query and key token, by which a bias counts distances; None if positions are the tokens.
+    bias_orders: tuple[RowOrder, RowOrder] | None = None
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:
         """The chain of each mask of the plan. A call with a run-time mask has no plan, and no chains."""
         assert self.plan is not None
         return self.plan.chains
+
+    def bias_positions(self, lengths: tuple[int, int]) -> tuple[RowOrder, RowOrder]:
+        """Returns the order whose ``token(x)`` is the position of token x, of T queries and of S keys."""
+        return self.bias_orders or (RowOrder(lengths[0]), RowOrder(lengths[1]))
 
     @property
     def masks(self) -> tuple[Reordered, ...]:

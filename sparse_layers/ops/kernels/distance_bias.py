@@ -5,6 +5,7 @@ Backends add ``table[h, clip(j - i + center, 0, L - 1)] - slopes[h] * |j - i|`` 
 kernels a product for each logit, not a lookup, and T5's buckets are a table of as many entries as they tell apart.
 """
 
+import dataclasses
 import math
 import reprlib
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from jax.typing import ArrayLike
 
 from ...arguments.checks import Positive, as_float, as_int, checked, strict_kwargs
 from ...masks.serialization import register_node
+from ..planning.row_orders import RowOrder
 from .call import Call
 from .numerics import accumulator_dtype
 from .operands import Operands
@@ -61,11 +63,12 @@ class DistanceBias:
       (2, 17)
     """
 
-    __slots__ = ("center", "slopes", "table")
+    __slots__ = ("_orders", "center", "slopes", "table")
 
     table: Any
     center: int
     slopes: tuple[float, ...] | None
+    _orders: tuple[RowOrder, RowOrder] | None  # of positions, see `Call`
 
     def __init__(
         self,
@@ -79,10 +82,10 @@ class DistanceBias:
             rule = "floats of shape [N, L], or [1, L] for all heads"
             hint = "; for all heads write table[None]" if np.ndim(table) == 1 else ""
             table = jnp.asarray(checked_numbers("table", table, (None, None), jnp.floating, rule, hint))
-        self._set(table, _checked_center(table, center), None if slopes is None else _checked_slopes(slopes))
+        self._set(table, _checked_center(table, center), None if slopes is None else _checked_slopes(slopes), None)
 
-    def _set(self, table: Any, center: int, slopes: tuple[float, ...] | None) -> None:
-        for name, value in (("table", table), ("center", center), ("slopes", slopes)):
+    def _set(self, table: Any, center: int, slopes: Any, orders: Any) -> None:
+        for name, value in (("table", table), ("center", center), ("slopes", slopes), ("_orders", orders)):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any):
@@ -92,24 +95,60 @@ class DistanceBias:
         raise AttributeError(f"a DistanceBias is immutable: {name} cannot be deleted")
 
     def __reduce__(self):
-        return _build_unchecked, (self.table, self.center, self.slopes)
+        return _build_unchecked, (self.table, *self._static)
 
     def __repr__(self):
         table = f"{self.table.dtype}{list(self.table.shape)}" if hasattr(self.table, "shape") else repr(self.table)
         slopes = "" if self.slopes is None else f", slopes={reprlib.repr(self.slopes)}"
-        return f"DistanceBias({table}, center={self.center}{slopes})"
+        orders = "" if self._orders is None else f", positions={', '.join(map(str, self._orders))}"
+        return f"DistanceBias({table}, center={self.center}{slopes}{orders})"
+
+    def of_heads(self, heads: Sequence[int]) -> "DistanceBias":
+        """Returns the bias of some query heads."""
+        bias, index = object.__new__(DistanceBias), np.array(heads)
+        table = self.table if self.table is None or len(self.table) == 1 else self.table[index]
+        bias._set(table, self.center, self.slopes and tuple(self.slopes[i] for i in heads), self._orders)
+        return bias
+
+    @property
+    def on_grid(self) -> bool:
+        """True if positions are not those of tokens."""
+        return self._orders is not None
+
+    @property
+    def _static(self) -> Any:
+        orders = None if self._orders is None else tuple(map(dataclasses.astuple, self._orders))
+        return self.center, self.slopes, orders
+
+    def at(self, q_order: RowOrder, kv_order: RowOrder) -> "DistanceBias":
+        """Returns the bias for arrays in other orders: row r is the token, and so the position, ``order.token(r)``."""
+        bias = object.__new__(DistanceBias)
+        bias._set(self.table, self.center, self.slopes, (q_order, kv_order))
+        return bias
+
+    def of_distances(self, heads: np.ndarray, distances: jax.Array, dtype: Any) -> jax.Array:
+        """Returns the bias [B, n, G, L] of query heads [n, G] at distances [B, n or 1, L]."""
+        bias: Any = 0
+        if self.table is not None:
+            rows = jnp.asarray(self.table, dtype)[heads if len(self.table) > 1 else np.zeros_like(heads)]
+            index = jnp.clip(distances + self.center, 0, rows.shape[-1] - 1)
+            n, group = np.indices(heads.shape)
+            bias = rows[n[..., None], group[..., None], index[:, :, None]]
+        if self.slopes is not None:
+            bias = bias - jnp.asarray(self.slopes, dtype)[heads][..., None] * abs(distances[:, :, None]).astype(dtype)
+        return bias
 
     def tree_flatten_with_keys(self):
-        return ((jax.tree_util.GetAttrKey("table"), self.table),), (self.center, self.slopes)
+        return ((jax.tree_util.GetAttrKey("table"), self.table),), self._static
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         return _build_unchecked(*leaves, *static)  # leaves may be axes to map over, shardings or cotangents
 
 
-def _build_unchecked(table: Any, center: int, slopes: tuple[float, ...] | None) -> DistanceBias:
+def _build_unchecked(table: Any, center: int, slopes: Any, orders: Any) -> DistanceBias:
     bias = object.__new__(DistanceBias)
-    bias._set(table, center, slopes)
+    bias._set(table, center, slopes, orders and tuple(RowOrder(*fields) for fields in orders))
     return bias
 
 
@@ -233,32 +272,113 @@ def _t5_buckets(count: int, max_distance: int) -> np.ndarray:
     return np.where(distances < exact, distances, np.minimum(large, count - 1))
 
 
+@strict_kwargs
+def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> DistanceBias:
+    """Returns a bias by the distances of tokens on a grid, of which a sequence has all in row-major order.
+
+    The logit of query i and key j gets the entry of their distances on all axes: of one joint table, or the sum of the
+    entries of one table for each axis. Distances beyond a table take its first or last entries.
+
+    Args:
+      shape: lengths of the grid's axes, the slowest first; their product is T and S.
+      tables: floats [N, L1, ..., Ln] with one axis of entries for each of the grid's, such as Swin's ``table.T.reshape(
+        N, 2 * h - 1, 2 * w - 1)`` of windows of h x w tokens; or a sequence of [N, L], one for each axis. N may be 1
+        for all heads. Lengths are odd, with distance 0 in the middle.
+
+    Returns:
+      A `DistanceBias` with a table of all distances on the grid, about 2^n entries for each token; its gradient flows
+      into tables.
+
+    Raises:
+      ValueError: a shape that is no sequence of integers >= 1; tables that are not as many as the grid's axes, have
+        other axes, no floats or an even length.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 56 * 56, 2, 16))
+      >>> windows = sl.preset("windows", shape=(56, 56), size=7)
+      >>> table = jnp.zeros((13 * 13, 2))  # of Swin
+      >>> bias = sl.grid_bias((56, 56), table.T.reshape(2, 13, 13))
+      >>> sl.block_sparse_attention(q, k, v, windows, bias=bias).shape
+      (1, 3136, 2, 16)
+
+    References:
+      Liu et al. 2021, "Swin Transformer" (arXiv 2103.14030).
+    """
+    sizes = tuple(checked(f"shape[{i}]", n, Positive) for i, n in enumerate(shape))
+    if isinstance(tables, Sequence):
+        if len(tables) != len(sizes):
+            raise ValueError(f"tables must be one for each axis of shape {sizes}, got {len(tables)}")
+        rule = "floats of shape [N, L], or [1, L] for all heads"
+        by_axis = [checked_numbers(f"tables[{i}]", x, (None, None), jnp.floating, rule) for i, x in enumerate(tables)]
+        spread = [_to_reach(jnp.asarray(x), [n]) for x, n in zip(by_axis, sizes, strict=True)]
+        axes = range(1, len(sizes) + 1)
+        table = sum(jnp.expand_dims(x, [a for a in axes if a != axis]) for axis, x in zip(axes, spread, strict=True))
+    else:
+        rule = f"floats of shape [N, {', '.join(f'L{i + 1}' for i in range(len(sizes)))}], or one [N, L] for each axis"
+        table = _to_reach(
+            jnp.asarray(checked_numbers("tables", tables, (None,) * (1 + len(sizes)), jnp.floating, rule)), sizes
+        )
+    spans = tuple(2 * n - 1 for n in sizes)
+    # Positions whose differences tell all distances apart: coordinates on a grid of spans.
+    axes = (sizes[0], *spans[1:])
+    order = RowOrder(math.prod(axes), axes, sizes, sizes)
+    return DistanceBias(table.reshape(table.shape[0], -1)).at(order, order)
+
+
+def _to_reach(table: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Returns a table [N, L1, ...] with entries for all distances on axes of ``sizes``: [N, 2 * size - 1, ...]."""
+    for axis, size in enumerate(sizes, 1):
+        length = table.shape[axis]
+        if length % 2 == 0:
+            raise ValueError(f"tables must have odd lengths, with distance 0 in the middle, got shape {table.shape}")
+        more = size - 1 - length // 2
+        if more > 0:
+            table = jnp.pad(table, [(more, more) if i == axis else (0, 0) for i in range(table.ndim)], mode="edge")
+        else:
+            table = jax.lax.slice_in_dim(table, -more, length + more, axis=axis)
+    return table
+
+
 # --- for the op and its implementations ------------------------------------------------------------------------------
 
 
-def checked_bias(bias: Any, heads: int, dtype: Any) -> tuple[jax.Array | None, jax.Array | None, int]:
-    """Returns table [N, L] or None, slopes [N] or None, in the accumulators' dtype for that of query, and center."""
+def check_bias(bias: Any, heads: int) -> None:
+    """Raises TypeError or ValueError unless bias is a `DistanceBias` for query heads, or None."""
     if bias is None:
-        return None, None, 0
+        return
     if not isinstance(bias, DistanceBias):
         raise TypeError(
             f"bias must be a DistanceBias or None, got {describe_value(bias)}; a bias by head and distance is "
             "sl.DistanceBias(table), sl.alibi(num_heads) or sl.t5_bias(buckets), and one of 0 and -inf is a mask"
         )
+    if bias.table is not None and bias.table.shape[:-1] not in ((1,), (heads,)):
+        raise ValueError(f"bias: table must have shape [N, L] or [1, L] with N = {heads}, got {bias.table.shape}")
+    if bias.slopes is not None and len(bias.slopes) != heads:
+        raise ValueError(f"bias: slopes must be N = {heads} numbers, got {len(bias.slopes)}")
+
+
+def checked_bias(
+    bias: Any, heads: int, lengths: tuple[int, int], dtype: Any
+) -> tuple[tuple[jax.Array | None, jax.Array | None], dict[str, Any]]:
+    """Returns (table [N, L] or None, slopes [N] or None) as in `Operands`, and the fields of a `Call`.
+
+    Arrays are in the accumulators' dtype for queries of ``dtype``; lengths are (T, S).
+    """
+    check_bias(bias, heads)
+    if bias is None:
+        return (None, None), {}
     table, slopes, acc_dtype = bias.table, bias.slopes, accumulator_dtype(dtype)
-    if table is not None and table.shape[:-1] not in ((1,), (heads,)):
-        raise ValueError(f"bias: table must have shape [N, L] or [1, L] with N = {heads}, got {table.shape}")
-    if slopes is not None and len(slopes) != heads:
-        raise ValueError(f"bias: slopes must be N = {heads} numbers, got {len(slopes)}")
-    return (
-        None if table is None else jnp.broadcast_to(table.astype(acc_dtype), (heads, table.shape[1])),
-        None if slopes is None else jnp.asarray(slopes, acc_dtype),
-        bias.center,
-    )
+    if bias._orders is not None and (rows := tuple(order.rows for order in bias._orders)) != lengths:
+        raise ValueError(f"bias: has positions of {rows} queries and keys, but (T, S) = {lengths}")
+    if table is not None:
+        table = jnp.broadcast_to(table.astype(acc_dtype), (heads, table.shape[1]))
+    arrays = table, None if slopes is None else jnp.asarray(slopes, acc_dtype)
+    return arrays, {"bias_center": bias.center, "bias_orders": bias._orders}
 
 
 def bias_by_distance(call: Call, operands: Operands, lengths: tuple[int, int]) -> jax.Array:
-    """Returns the bias [N, T + S - 1] of each distance from 1 - T to S - 1, for (T, S) = ``lengths``.
+    """Returns the bias [N, T + S - 1] of each distance from 1 - T to S - 1, for T and S positions: ``lengths``.
 
     Entries beyond the table are copies of its ends, so that their gradients are sums, in the same order each time.
     """

@@ -55,6 +55,7 @@ class PassBlocks(NamedTuple):
     # As in `Operands`.
     segments: tuple[jax.Array, jax.Array] | None
     order_ids: tuple[jax.Array, jax.Array] | None
+    positions: tuple[RowOrder, RowOrder]  # of query and key tokens, for a bias by distance
 
 
 def blocks_of_pass(
@@ -88,7 +89,8 @@ def blocks_of_pass(
         tiles = unpack_tiles(tiles, shape[1]) if len(tiles) else None
     pairs = pairs.limit_by_ids(operands.segments, operands.order_ids, orders, shape)
     rule = masks[0] if masks and not with_tiles else None
-    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments, operands.order_ids)
+    ids, lengths = (operands.segments, operands.order_ids), (operands.query.shape[1], operands.key.shape[1])
+    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, *ids, call.bias_positions(lengths))
 
 
 def row_orders(operands: Operands, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:

@@ -54,7 +54,9 @@ def _attention(call: Call, operands: Operands, cast_operands: dict[str, jax.Arra
     n, groups = query.shape[2], query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, groups, axis=2), jnp.repeat(value, groups, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * call.scale
-    distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
+    lengths = query.shape[1], key.shape[1]
+    q_pos, kv_pos = (x.token(np.arange(n)) for x, n in zip(call.bias_positions(lengths), lengths, strict=True))
+    distances = kv_pos - q_pos[:, None]
     if operands.bias_table is not None:
         table = cast_operands["bias_table"]
         scores += table[:, np.clip(distances + call.bias_center, 0, table.shape[1] - 1)]

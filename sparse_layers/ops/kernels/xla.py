@@ -105,11 +105,11 @@ def _to_gradients(call: Call, operands: Operands, dq, dk, dv, dbias=None) -> Gra
 
 
 def _bias(call: Call, operands: Operands) -> tuple[jax.Array, ...]:
-    """Returns the bias by distance as [1, T + S - 1, N], with heads on the axis that query has; () without a bias."""
+    """Returns the bias by distance as [1, distances, N], with heads on the axis that query has; () without a bias."""
     if not has_bias(operands):
         return ()
-    lengths = operands.query.shape[1], operands.key.shape[1]
-    return (bias_by_distance(call, operands, lengths).T[None],)
+    positions = call.bias_positions((operands.query.shape[1], operands.key.shape[1]))
+    return (bias_by_distance(call, operands, (positions[0].length, positions[1].length)).T[None],)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class _Blocks:
     # Of queries and of keys, [lists' blocks, B, 1, rows] each, with one list for all heads; or None.
     segments: list[jax.Array] | None
     order_ids: list[jax.Array] | None
-    bias: list[jax.Array]  # [lists * (T + S - 1), K, G], the bias of each distance; none without a bias
+    bias: list[jax.Array]  # [lists * distances, K, G], the bias of each distance; none without a bias
 
     @staticmethod
     def of(pass_blocks: PassBlocks, dkv: bool, query, key, value, bias: Sequence[jax.Array]) -> "_Blocks":
@@ -536,12 +536,17 @@ class _Blocks:
 
     def _distance_indices(self, outer: _OuterBlock, q_block: jax.Array, kv_block: jax.Array) -> jax.Array:
         """Returns the indices [bq, bkv] of a pair's distances in `bias`; rows without a token have any of them."""
-        (bq, bkv), (queries, _) = self.pass_blocks.shape, self.pass_blocks.pairs.num_blocks
-        q_order, kv_order = self.pass_blocks.q_order, self.pass_blocks.kv_order
-        q, k = q_order.token(q_block * bq + jnp.arange(bq)), kv_order.token(kv_block * bkv + jnp.arange(bkv))
-        distances = k - q[:, None] + (q_order.length - 1)
-        list_number = outer.first_q // queries % self.layout.lists
-        return list_number * (q_order.length + kv_order.length - 1) + jnp.maximum(distances, 0)
+        (bq, bkv), pass_blocks = self.pass_blocks.shape, self.pass_blocks
+        tokens = q_block * bq + jnp.arange(bq), kv_block * bkv + jnp.arange(bkv)
+        tokens = [order.token(x) for order, x in zip((pass_blocks.q_order, pass_blocks.kv_order), tokens, strict=True)]
+        (q_positions, kv_positions), list_number = (
+            pass_blocks.positions,
+            outer.first_q // pass_blocks.pairs.num_blocks[0],
+        )
+        q, k = q_positions.token(tokens[0]), kv_positions.token(tokens[1])
+        distances = jnp.maximum(k - q[:, None] + (q_positions.length - 1), 0)
+        num_distances = q_positions.length + kv_positions.length - 1
+        return list_number % self.layout.lists * num_distances + distances
 
     def has_entries(self, masked: bool) -> bool:
         """True if the lists may have FULL entries, or PARTIAL ones if ``masked``."""
