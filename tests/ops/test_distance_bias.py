@@ -77,6 +77,9 @@ def test_a_bias_is_a_pytree_of_its_table():
     assert jax.tree_util.keystr(path) == ".table" and leaf.shape == (2, 5) and not others
     assert jax.tree.structure(bias) == jax.tree.structure(pickle.loads(pickle.dumps(bias)))
     assert not jax.tree.leaves(sl.alibi(4)) and hash(jax.tree.structure(sl.alibi(4)))
+    grid = sl.grid_bias((4, 5), np.ones((2, 3, 3), np.float32))
+    assert jax.tree.structure(grid) == jax.tree.structure(pickle.loads(pickle.dumps(grid)))
+    assert "positions=gathered tokens 0 to 4 of every 9" in repr(grid)
     with pytest.raises(AttributeError, match="immutable: center cannot be set"):
         bias.center = 3
     with pytest.raises(AttributeError, match="immutable: table cannot be deleted"):
@@ -84,8 +87,9 @@ def test_a_bias_is_a_pytree_of_its_table():
 
 
 def test_exported_programs_take_a_bias():
-    exported = jax.export.export(jax.jit(lambda bias: bias.table.sum()))(sl.DistanceBias(jnp.ones((2, 5))))
-    assert jax.export.deserialize(exported.serialize()).call(sl.DistanceBias(jnp.ones((2, 5)))) == 10
+    bias = sl.grid_bias((1, 3), jnp.ones((2, 1, 5)))
+    exported = jax.export.export(jax.jit(lambda bias: bias.table.sum()))(bias)
+    assert jax.export.deserialize(exported.serialize()).call(bias) == 10
 
 
 def test_tables_of_all_heads_and_of_other_dtypes():
@@ -114,6 +118,33 @@ def test_deterministic_gradients_are_summed_query_by_query():
     # Tokens have another order in the second pass.
     call = functools.partial(gradients, mask=sl.preset("sparse_transformer_strided", stride=8), implementation="xla")
     close(compiled(functools.partial(call, **params))(*x, dout, table), compiled(call)(*x, dout, table))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_tables_of_a_grid(implementation):
+    """A joint table as Swin's, which reaches less far than the rows and as far as the columns; and one by axis."""
+    q, k, v, dout, _ = arrays()
+    table = np.random.default_rng(5).normal(size=(2, 5, 15)).astype(np.float32)
+    y, x = np.divmod(np.arange(T), 8)  # 5 x 8
+    rows, columns = np.clip(y - y[:, None] + 2, 0, 4), x - x[:, None] + 7
+    mask = sl.preset("windows", shape=(5, 8), size=4)
+
+    def dense(q, table):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5 + table[:, rows, columns]
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(mask.dense(T), logits, -jnp.inf)), v)
+
+    def sparse(q, table):
+        bias = sl.grid_bias((5, 8), table)
+        return sl.block_sparse_attention(q, k, v, mask, bias=bias, implementation=implementation)
+
+    def answers(attend):
+        out, pullback = jax.vjp(attend, q, table)
+        return out, pullback(dout)
+
+    close(compiled(lambda: answers(sparse))(), answers(dense))
+    by_axis = [table[:, :, 3], table[:1, 2]]
+    joint = by_axis[0][:, :, None] + by_axis[1][:, None]
+    np.testing.assert_array_equal(sl.grid_bias((5, 8), by_axis).table, sl.grid_bias((5, 8), joint).table)
 
 
 @pytest.mark.parametrize("implementation", ["hopper", "triton", "pallas_tpu", "cudnn"])

@@ -7,7 +7,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.chunked_prefill import attend_chunk
-from tests.ops.decoding.test_decode import CASES, HV, WHOLE, B, N, T, arrays, empty, reference
+from tests.ops.decoding.test_decode import BIAS, CASES, HV, WHOLE, B, N, T, arrays, empty, reference
 
 # Tokens of a chunk: they divide 70 or not, are a whole number of strides or not, more than a ring holds or fewer.
 CHUNKS = {
@@ -33,7 +33,7 @@ def test_chunks_equal_the_whole_prompt(name):
     mask, kv_heads, choosing, block, _ = WHOLE.get(name, (CASES.get(name), 4, 0, 16, 1))
     ids = np.random.default_rng(1).integers(-1, -(-T // block), (B, T, choosing, 4))
     lengths, size = jnp.array([0, 37, T]), CHUNKS[name]
-    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7, "bias": BIAS}
 
     def selection_of(start, end):  # of blocks that have begun, which are all that these queries may see
         own = ids[:, start:end]

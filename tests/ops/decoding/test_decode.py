@@ -16,6 +16,7 @@ from tests.programs import USUAL, on_devices
 
 T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
 RNG = np.random.default_rng(0)
+BIAS = sl.DistanceBias(np.sin(np.arange(21.0 * N, dtype=np.float32)).reshape(N, 21), 18, sl.alibi(N).slopes)
 CASES = {name: sl.preset(name, **TINY[name]) for name in sl.presets() if name not in BOTH_WAYS}
 CASES |= {
     "array": sl.Array(np.tril(RNG.random((T, T)) < 0.2)),
@@ -87,7 +88,7 @@ def reference(q, k, v, mask, **options):
 def test_steps_equal_the_full_forward(name):
     """Unequal prompts, one of them empty: a filled cache and a stepped one give the same rows."""
     mask, (q, k, v) = CASES[name], arrays()
-    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7, "bias": BIAS}
     start = np.array([0, T // 3, T - 2])
     # Keys behind a prompt must not count: they are poisoned, with finite numbers.
     padding = np.arange(T)[None, :] >= start[:, None]
@@ -113,7 +114,7 @@ def test_steps_that_choose_blocks_equal_the_full_forward(name):
     ids = np.random.default_rng(1).integers(-1, -(-T // block), shape)
     chosen = sl.Selection(ids, block=block, granularity=granularity)
     q, k, v = arrays(heads=(N, kv_heads, kv_heads))
-    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7, "bias": BIAS}
     out, want = compared(mask, (q, k, v), jnp.array([0, T // 3, T - 2]), (k, v), chosen=chosen, **options)
     np.testing.assert_allclose(out, want, atol=2e-6)
 
@@ -165,7 +166,7 @@ def by_several(mask, arrays, count, chosen=None):
     """(steps, reference): the accepted results of steps of ``count`` tokens and of one token, in turn."""
     start = np.array([0, T // 3, T - 9])
     right = jnp.asarray(np.random.default_rng(2).integers(0, count + 1, (20, B)))
-    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7, "bias": BIAS}
 
     @jax.jit
     def run(q, k, v):
@@ -338,7 +339,9 @@ def test_what_does_not_fit_is_not_filled_in(arguments, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("options", [{"sinks": jnp.zeros(2)}, {"logits_soft_cap": -1.0}, {"scale": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"sinks": jnp.zeros(2)}, {"bias": sl.alibi(2)}, {"logits_soft_cap": -1.0}, {"scale": float("nan")}]
+)
 def test_options_are_those_of_the_op(options):
     cache, x = sl.KVCache.empty(sl.Causal(), 12, batch=1, num_heads=4, head_size=8), jnp.ones((1, 4, 8))
     with pytest.raises(ValueError, match=next(iter(options))):
