@@ -3,6 +3,7 @@
 import functools
 import math
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def arrays():
     return q, k, v, dout, np.random.default_rng(4).normal(size=(2, 13)).astype(np.float32)
 
 
-def gradients(q, k, v, dout, table, mask=NEAR, center=9, **options):
+def gradients(q, k, v, dout, table, mask: Any = NEAR, center=9, **options):
     """Returns out and the gradients of query and table."""
 
     def attend(q, table):
@@ -127,7 +128,7 @@ def test_tables_of_a_grid(implementation):
     table = np.random.default_rng(5).normal(size=(2, 5, 15)).astype(np.float32)
     y, x = np.divmod(np.arange(T), 8)  # 5 x 8
     rows, columns = np.clip(y - y[:, None] + 2, 0, 4), x - x[:, None] + 7
-    mask = sl.preset("windows", shape=(5, 8), size=4)
+    mask: Any = sl.preset("windows", shape=(5, 8), size=4)
 
     def dense(q, table):
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5 + table[:, rows, columns]

@@ -6,6 +6,7 @@ kernels a product for each logit, not a lookup, and T5's buckets are a table of 
 """
 
 import dataclasses
+import functools
 import math
 import reprlib
 from collections.abc import Sequence
@@ -132,7 +133,7 @@ class DistanceBias:
         if self.table is not None:
             rows = jnp.asarray(self.table, dtype)[heads if len(self.table) > 1 else np.zeros_like(heads)]
             index = jnp.clip(distances + self.center, 0, rows.shape[-1] - 1)
-            n, group = np.indices(heads.shape)
+            n, group = np.ogrid[: len(rows), : rows.shape[1]]
             bias = rows[n[..., None], group[..., None], index[:, :, None]]
         if self.slopes is not None:
             bias = bias - jnp.asarray(self.slopes, dtype)[heads][..., None] * abs(distances[:, :, None]).astype(dtype)
@@ -313,7 +314,8 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
         by_axis = [checked_numbers(f"tables[{i}]", x, (None, None), jnp.floating, rule) for i, x in enumerate(tables)]
         spread = [_to_reach(jnp.asarray(x), [n]) for x, n in zip(by_axis, sizes, strict=True)]
         axes = range(1, len(sizes) + 1)
-        table = sum(jnp.expand_dims(x, [a for a in axes if a != axis]) for axis, x in zip(axes, spread, strict=True))
+        expanded = (jnp.expand_dims(x, [a for a in axes if a != axis]) for axis, x in zip(axes, spread, strict=True))
+        table = functools.reduce(jnp.add, expanded)
     else:
         rule = f"floats of shape [N, {', '.join(f'L{i + 1}' for i in range(len(sizes)))}], or one [N, L] for each axis"
         table = _to_reach(
