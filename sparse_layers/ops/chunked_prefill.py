@@ -73,7 +73,7 @@ def attend_chunk(
                 [Reordered(mask, q_order, k_order) for mask in masks],
                 selection=selection,
                 sinks=None if results or sinks is None else sinks[np.array(heads.q_heads)],  # counted once
-                bias=None if bias is None else bias.of_heads(heads.q_heads).at(q_order, k_order),
+                bias=None if bias is None else bias.of_heads(heads.q_heads).in_row_orders(q_order, k_order),
                 return_lse=True,
                 **options,
             )

@@ -121,7 +121,7 @@ class DistanceBias:
         orders = None if self._orders is None else tuple(map(dataclasses.astuple, self._orders))
         return self.center, self.slopes, orders
 
-    def at(self, q_order: RowOrder, kv_order: RowOrder) -> "DistanceBias":
+    def in_row_orders(self, q_order: RowOrder, kv_order: RowOrder) -> "DistanceBias":
         """Returns the bias for arrays in other orders: row r is the token, and so the position, ``order.token(r)``."""
         bias = object.__new__(DistanceBias)
         bias._set(self.table, self.center, self.slopes, (q_order, kv_order))
@@ -325,7 +325,7 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
     # Positions whose differences tell all distances apart: coordinates on a grid of spans.
     axes = (sizes[0], *spans[1:])
     order = RowOrder(math.prod(axes), axes, sizes, sizes)
-    return DistanceBias(table.reshape(table.shape[0], -1)).at(order, order)
+    return DistanceBias(table.reshape(table.shape[0], -1)).in_row_orders(order, order)
 
 
 def _to_reach(table: jax.Array, sizes: Sequence[int]) -> jax.Array:
@@ -334,11 +334,13 @@ def _to_reach(table: jax.Array, sizes: Sequence[int]) -> jax.Array:
         length = table.shape[axis]
         if length % 2 == 0:
             raise ValueError(f"tables must have odd lengths, with distance 0 in the middle, got shape {table.shape}")
-        more = size - 1 - length // 2
-        if more > 0:
-            table = jnp.pad(table, [(more, more) if i == axis else (0, 0) for i in range(table.ndim)], mode="edge")
+        missing = size - 1 - length // 2
+        if missing > 0:
+            table = jnp.pad(
+                table, [(missing, missing) if i == axis else (0, 0) for i in range(table.ndim)], mode="edge"
+            )
         else:
-            table = jax.lax.slice_in_dim(table, -more, length + more, axis=axis)
+            table = jax.lax.slice_in_dim(table, -missing, length + missing, axis=axis)
     return table
 
 
