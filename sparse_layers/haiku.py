@@ -22,7 +22,7 @@ from .modules.core import AttentionCore
 from .modules.mixture import MixtureOfExperts
 from .modules.options import GatedOptions, PrefillOptions, StepOptions
 from .modules.rope import Rope, resolve_rope
-from .modules.settings import check_array, check_order, gate_features, with_checked_settings
+from .modules.settings import check_array, check_order, gate_features, resolve_qk_norm, with_checked_settings
 from .modules.step import attention_step, check_inputs
 from .ops.decoding.cache import KVCache
 from .ops.planning.plan import Plan
@@ -30,6 +30,11 @@ from .ops.planning.selection import Selection
 from .scorers import Scorer
 
 _Initializer = hk.initializers.Initializer
+_NORMS = {
+    "layer": (hk.LayerNorm, -1, True, True),
+    "layer_no_bias": (hk.LayerNorm, -1, True, False),
+    "rms": (hk.RMSNorm, -1),
+}
 
 
 class _AttentionOptions(GatedOptions, total=False):
@@ -358,7 +363,7 @@ class SparseTransformerBlock(hk.Module):
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
         norm_placement: str = "pre",
-        parallel: bool = False,
+        parallel: bool | str = False,
         residual_scale: float | None = None,
         normalize_qk: bool | str = False,
         dropout_rate: float = 0.0,
@@ -373,10 +378,9 @@ class SparseTransformerBlock(hk.Module):
         if key_size is None and features % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide features={features}, or say key_size")
         init, out_init = (hk.initializers.VarianceScaling(scale) for scale in (1.0, 1 / (2 * num_layers)))
-        norms = {"layer": (hk.LayerNorm, -1, True, True), "rms": (hk.RMSNorm, -1)}
-        make_norm: Any = functools.partial(*norms[norm], norm_epsilon)
-        pre, post = norm_positions(norm_placement)
-        self.attention_norm = make_norm(name="attention_norm") if pre else None
+        make_norm: Any = functools.partial(*_NORMS[norm], norm_epsilon)
+        attention, mlp_input, post = norm_positions(norm_placement, parallel)
+        self.attention_norm = make_norm(name="attention_norm") if attention else None
         self.attention_out_norm = make_norm(name="attention_out_norm") if post else None
         self.attention = SparseSelfAttention(
             num_heads,
@@ -385,13 +389,13 @@ class SparseTransformerBlock(hk.Module):
             with_bias=with_bias,
             pattern=pattern,
             seq_len=seq_len,
-            normalize_qk=norm if normalize_qk is True else normalize_qk,
+            normalize_qk=resolve_qk_norm(normalize_qk, norm),
             norm_epsilon=norm_epsilon,
             out_w_init=out_init,
             name="attention",
             **options,
         )
-        self.mlp_norm = make_norm(name="mlp_norm") if pre else None
+        self.mlp_norm = make_norm(name="mlp_norm") if mlp_input else None
         self.mlp_out_norm = make_norm(name="mlp_out_norm") if post else None
         self.mlp_in = self.mlp_gate = self.mlp_out = self.experts = None
         self.mlp_module = _refuse_experts(mlp) if make_mlp is None else make_mlp()

@@ -13,7 +13,7 @@ from ..modules.activations import GATED_ACTIVATIONS
 from ..modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
 from ..modules.mixture import MixtureOfExperts, Mlp
 from ..modules.options import PrefillOptions, StepOptions
-from ..modules.settings import BLOCK_PROJECTIONS, PROJECTIONS, check_order, projections_with_bias
+from ..modules.settings import BLOCK_PROJECTIONS, PROJECTIONS, check_order, projections_with_bias, resolve_qk_norm
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
@@ -85,7 +85,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
     make_mlp: Callable[[], Callable[[jax.Array], jax.Array]] | None = dataclasses.field(default=None, kw_only=True)
     norm: str = dataclasses.field(default="layer", kw_only=True)
     norm_placement: str = dataclasses.field(default="pre", kw_only=True)
-    parallel: bool = dataclasses.field(default=False, kw_only=True)
+    parallel: bool | str = dataclasses.field(default=False, kw_only=True)
     residual_scale: float | None = dataclasses.field(default=None, kw_only=True)
     cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
@@ -105,8 +105,9 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
 
     def setup(self):
         shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        norm_type = nn.LayerNorm if self.norm == "layer" else nn.RMSNorm
-        norm = functools.partial(norm_type, epsilon=self.norm_epsilon, **shared)
+        norm: Any = functools.partial(nn.RMSNorm, epsilon=self.norm_epsilon, **shared)
+        if self.norm != "rms":
+            norm = functools.partial(nn.LayerNorm, **norm.keywords, use_bias=self.norm == "layer")
         out_init = self.out_kernel_init
         if out_init is None:
             out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
@@ -125,12 +126,12 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
             settings["cache_dtype"] = self.cache_dtype
         if not isinstance(self.use_bias, bool):
             settings["use_bias"] = tuple(name for name in PROJECTIONS if name in biases)
-        if self.normalize_qk is True:
-            settings["normalize_qk"] = self.norm
-        pre, post = norm_positions(self.norm_placement)
-        self.attention_norm, self.attention_out_norm = norm() if pre else None, norm() if post else None
+        if self.normalize_qk:
+            settings["normalize_qk"] = resolve_qk_norm(self.normalize_qk, self.norm)
+        attention, mlp_input, post = norm_positions(self.norm_placement, self.parallel)
+        self.attention_norm, self.attention_out_norm = norm() if attention else None, norm() if post else None
         self.attention = layer(self.num_heads, **settings)
-        self.mlp_norm, self.mlp_out_norm = norm() if pre else None, norm() if post else None
+        self.mlp_norm, self.mlp_out_norm = norm() if mlp_input else None, norm() if post else None
         self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = self.experts = None
         hidden = self.mlp_features or 4 * self.features
         mlp_options: dict[str, Any] = {"use_bias": "mlp" in biases, "bias_init": self.bias_init, **shared}

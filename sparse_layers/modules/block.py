@@ -29,6 +29,7 @@ from .settings import (
     check_order,
     check_stream,
     projections_with_bias,
+    resolve_qk_norm,
     with_checked_settings,
 )
 
@@ -58,12 +59,12 @@ class SparseTransformerBlock(nnx.Module):
       make_mlp: a function that makes another MLP from rngs, ``lambda rngs: Experts(..., rngs=rngs)``: a module that
         maps [..., F] to [..., F]. mlp, mlp_features and biases of the MLP then have no effect. Its own dropout follows
         ``eval()`` alone, not ``deterministic``.
-      norm: "layer" or "rms".
+      norm: "layer", "layer_no_bias" (Command R) or "rms".
       norm_epsilon: added to the variance in all norms, including those of q and k.
       norm_placement: "pre", norms of branch inputs (GPT-2, Llama); "post", norms of branch outputs (OLMo 2), with
         parameters ``attention_out_norm`` and ``mlp_out_norm``; "sandwich", both (Gemma 2 and 3).
-      parallel: True if the MLP reads x, as attention does, and not its sum with attention's output (GPT-NeoX; GPT-J
-        and PaLM, which share one norm).
+      parallel: True if the MLP reads x, as attention does, and not its sum with attention's output (GPT-NeoX);
+        "shared_norm" if it reads attention's norm of x, without a norm of its own (GPT-J, PaLM, Command R).
       residual_scale: factor of the outputs of attention and MLP before they are added (Granite); None for 1.
       normalize_qk: see `SparseSelfAttention`; True stands for the kind of the block's norms, "layer" or "rms".
       dropout_rate: share of values to drop at the ends of the branches, with the ``dropout`` stream of rngs.
@@ -121,7 +122,7 @@ class SparseTransformerBlock(nnx.Module):
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
         norm_placement: str = "pre",
-        parallel: bool = False,
+        parallel: bool | str = False,
         residual_scale: float | None = None,
         normalize_qk: bool | str = False,
         dropout_rate: float = 0.0,
@@ -151,14 +152,14 @@ class SparseTransformerBlock(nnx.Module):
         def branch_norm(is_present: bool) -> Any:
             return make_norm(norm, features, epsilon=norm_epsilon, **shared) if is_present else nnx.data(None)
 
-        pre, post = norm_positions(norm_placement)
-        self.attention_norm, self.attention_out_norm = branch_norm(pre), branch_norm(post)
+        attention, mlp_input, post = norm_positions(norm_placement, parallel)
+        self.attention_norm, self.attention_out_norm = branch_norm(attention), branch_norm(post)
         with_bias = biases - {"mlp"} | ({"gate"} if is_nsa and use_bias is True else set())
         settings = {"rope": rope, "rope_theta": rope_theta, "use_bias": with_bias, "seq_len": seq_len}
         self.attention = _make_attention(
             pattern, num_heads, features, **settings, **inits, **shared, **qk_norm, **options
         )
-        self.mlp_norm, self.mlp_out_norm = branch_norm(pre), branch_norm(post)
+        self.mlp_norm, self.mlp_out_norm = branch_norm(mlp_input), branch_norm(post)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         self.residual_scale = residual_scale
         module = None if make_mlp is None else _checked_module(make_mlp(rngs))
@@ -244,7 +245,7 @@ def _qk_norm_options(is_nsa: bool, normalize_qk: bool | str, norm: str, norm_eps
         return {}
     if is_nsa:
         return {"normalize_qk": normalize_qk}
-    return {"normalize_qk": norm if normalize_qk is True else normalize_qk, "norm_epsilon": norm_epsilon}
+    return {"normalize_qk": resolve_qk_norm(normalize_qk, norm), "norm_epsilon": norm_epsilon}
 
 
 def _checked_module(module: Any) -> Any:
@@ -255,5 +256,7 @@ def _checked_module(module: Any) -> Any:
 
 
 def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Makes the norm named "layer" or "rms" over ``features`` features; options are Flax's."""
-    return (nnx.LayerNorm if norm == "layer" else nnx.RMSNorm)(features, **options)
+    """Makes the norm named "layer", "layer_no_bias" or "rms" over ``features`` features; options are Flax's."""
+    if norm == "rms":
+        return nnx.RMSNorm(features, **options)
+    return nnx.LayerNorm(features, use_bias=norm == "layer", **options)

@@ -12,7 +12,7 @@ from .activations import activate
 from .core import Projection
 from .mixture import MixtureOfExperts, Mlp
 from .options import PrefillOptions, StepOptions
-from .settings import check_features, check_ids, check_settings
+from .settings import SHARED_NORM, check_features, check_ids, check_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,8 @@ class BlockCore:
     Attributes:
       features: features F of the residual stream.
       mlp: the activation, see `activate`.
-      parallel: True if the MLP reads the block's input, and not its sum with attention's output.
+      parallel: True if the MLP reads the block's input, and not its sum with attention's output; "shared_norm" if it
+        reads attention's norm of the input.
       residual_scale: factor of the outputs of attention and MLP, or None for 1.
       attention: the attention layer, with a call, ``prefill`` and ``decode_step``.
       attention_norm, mlp_norm: norms of branch inputs, or None.
@@ -35,7 +36,7 @@ class BlockCore:
 
     features: int
     mlp: Mlp
-    parallel: bool
+    parallel: bool | str
     residual_scale: float | None
     attention: Any
     attention_norm: Projection | None
@@ -73,7 +74,9 @@ class BlockCore:
     def add_branches(self, x: jax.Array, attended: jax.Array, deterministic: bool | None) -> jax.Array:
         """Returns x plus the output of attention and that of the MLP, token by token."""
         added = x + self._end_branch(self.attention_out_norm, attended, deterministic)
-        normed = _apply_norm(self.mlp_norm, x if self.parallel else added)
+        # A shared norm is computed twice here; the compiler keeps one.
+        norm = self.attention_norm if self.parallel == SHARED_NORM else self.mlp_norm
+        normed = _apply_norm(norm, x if self.parallel else added)
         return added + self._end_branch(self.mlp_out_norm, self._apply_mlp(normed, deterministic), deterministic)
 
     def _end_branch(self, norm: Projection | None, x: jax.Array, deterministic: bool | None) -> jax.Array:
@@ -114,9 +117,10 @@ def check_block_input(
             check_ids(name, array, [x.shape[:-1]])
 
 
-def norm_positions(norm_placement: str) -> tuple[bool, bool]:
-    """Returns (True if branch inputs have norms, True if branch outputs have)."""
-    return norm_placement in ("pre", "sandwich"), norm_placement in ("post", "sandwich")
+def norm_positions(norm_placement: str, parallel: bool | str) -> tuple[bool, bool, bool]:
+    """Returns True for each norm that a block has: of attention's input, of the MLP's input, of branch outputs."""
+    pre = norm_placement in ("pre", "sandwich")
+    return pre, pre and parallel != SHARED_NORM, norm_placement in ("post", "sandwich")
 
 
 def _apply_norm(norm: Projection | None, x: jax.Array) -> jax.Array:

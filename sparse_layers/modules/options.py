@@ -116,7 +116,7 @@ class BlockOptions(AttentionOptions, InitializerOptions, total=False):
     mlp_features: int | None
     make_mlp: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]] | None
     norm_placement: str
-    parallel: bool
+    parallel: bool | str
     residual_scale: float | None
     dropout_rate: float
     use_bias: bool | Collection[str]

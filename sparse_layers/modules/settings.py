@@ -20,6 +20,7 @@ from .options import FlaxOptions
 from .rope import Rope
 
 PROJECTIONS = "query", "key", "value", "out"  # of an attention layer, by their parameter names
+SHARED_NORM = "shared_norm"  # the value of parallel= for one norm of both branches
 BLOCK_PROJECTIONS = (*PROJECTIONS, "mlp")  # the projections of a residual block that may have biases
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -157,6 +158,11 @@ def projections_with_bias(use_bias: bool | Collection[str], names: Collection[st
     return frozenset(use_bias)
 
 
+def resolve_qk_norm(normalize_qk: bool | str, norm: str) -> bool | str:
+    """Returns the kind of norms of q and k, which True derives from that of a block's norms; they have no biases."""
+    return norm.removesuffix("_no_bias") if normalize_qk is True else normalize_qk
+
+
 def gate_features(gate_output: bool | str, value_size: int) -> int:
     """Returns the number of gates of a head whose values have this size: 0 without gates."""
     return 1 if gate_output == "headwise" else value_size if gate_output else 0
@@ -200,6 +206,11 @@ def _check_qk_norm(name: str, value: Any) -> None:
 def _check_gate(name: str, value: Any) -> None:
     if not isinstance(value, bool) and value not in ("elementwise", "headwise"):
         raise ValueError(f"{name} must be true or false, or 'elementwise' or 'headwise', got {one_line(value)}")
+
+
+def _check_parallel(name: str, value: Any) -> None:
+    if not isinstance(value, bool) and value != SHARED_NORM:
+        raise ValueError(f"{name} must be true or false, or {SHARED_NORM!r}, got {one_line(value)}")
 
 
 def _check_mlp(name: str, value: Any) -> None:
@@ -272,7 +283,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            *("use_sinks", "parallel", "remat", "tie_embeddings", "scan_layers"),
+            *("use_sinks", "remat", "tie_embeddings", "scan_layers"),
             *("recompute", "causal", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
         _type_rule(bool),
@@ -285,6 +296,7 @@ _RULES: dict[str, Rule] = {
     "norm_placement": _one_of_rule("pre", "post", "sandwich"),
     "normalize_qk": _check_qk_norm,
     "gate_output": _check_gate,
+    "parallel": _check_parallel,
     **dict.fromkeys(("embedding_scale", "residual_scale", "logits_scale"), _optional(_number_rule("", lambda x: True))),
     "final_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),
     "rope": _optional(_check_rope),
@@ -297,7 +309,7 @@ _RULES: dict[str, Rule] = {
     "on_tokens": _optional(_callable_rule("a function of the tokens [B] of a step")),
     "mlp": _check_mlp,
     "make_mlp": _optional(_callable_rule("a function that makes the MLP")),
-    "norm": _one_of_rule("layer", "rms"),
+    "norm": _one_of_rule("layer", "layer_no_bias", "rms"),
     "positions": _one_of_rule("row_column", "learned", "rope", "none"),
     "dtype": _optional(_check_dtype),
     "param_dtype": _check_dtype,

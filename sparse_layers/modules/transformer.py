@@ -126,7 +126,7 @@ class SparseTransformer(nnx.Module):
       embedding_init, head_init: initializers of the tables, and of a separate head; None for the defaults.
       tie_embeddings: True uses the token embedding as the output head. Otherwise the head is a separate matrix,
         initially zero (as in the paper), so that the first loss is log(V).
-      norm: "layer" or "rms", in the blocks and before the head.
+      norm: "layer", "layer_no_bias" or "rms", in the blocks and before the head.
       norm_epsilon: added to the variance in all norms.
       scan_layers: True compiles one cycle of ``patterns`` and scans over the others, whose parameters are stacked along
         a first axis: compile time and program size do not grow with the depth. The numbers of patterns, of ropes

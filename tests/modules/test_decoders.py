@@ -48,6 +48,8 @@ BLOCKS = {
     "Granite": {"norm": "rms", "mlp": "swiglu", "use_bias": False, "residual_scale": 0.3},
     "scaled, parallel": {"mlp": "gelu_tanh", "parallel": True, "norm_placement": "sandwich", "residual_scale": -2.0},
     "a function": {"mlp": jnp.tanh},
+    "Command R": {"norm": "layer_no_bias", "mlp": "swiglu", "use_bias": False, "parallel": "shared_norm"}
+    | {"normalize_qk": True},
 }
 
 
@@ -68,7 +70,7 @@ def formula(p, x, positions, options):
     def normed(y, kind, name, p=p):
         if name not in p:
             return y
-        y = y - y.mean(-1, keepdims=True) if kind == "layer" else y
+        y = y - y.mean(-1, keepdims=True) if kind.startswith("layer") else y
         return y / np.sqrt((y**2).mean(-1, keepdims=True) + epsilon) * p[name]["scale"] + p[name].get("bias", 0)
 
     def linear(y, name, p=p):
@@ -76,7 +78,7 @@ def formula(p, x, positions, options):
 
     norm = options.get("norm", "layer")
     of_qk = options.get("normalize_qk")
-    of_qk = norm if of_qk is True else of_qk
+    of_qk = norm.removesuffix("_no_bias") if of_qk is True else of_qk
     read, p_attention = normed(x, norm, "attention_norm"), p["attention"]
     q, k, v = (linear(read, name, p_attention) for name in ("query", "key", "value"))
     for name in ("query_ln", "key_ln") if of_qk else ():
@@ -91,7 +93,8 @@ def formula(p, x, positions, options):
     out = np.tensordot(out, p_attention["out"]["kernel"], 2) + p_attention["out"].get("bias", 0)
     scale = options.get("residual_scale", 1.0)
     y = x + scale * normed(out, norm, "attention_out_norm")
-    read = normed(x if options.get("parallel") else y, norm, "mlp_norm")
+    mlp_norm = "attention_norm" if options.get("parallel") == "shared_norm" else "mlp_norm"
+    read = normed(x if options.get("parallel") else y, norm, mlp_norm)
     mlp = FUNCTIONS[options["mlp"]]
     hidden = linear(read, "mlp_in")
     hidden = mlp(linear(read, "mlp_gate")) * hidden if "mlp_gate" in p else mlp(hidden)
@@ -149,7 +152,7 @@ def of_haiku(params, path, shapes):
     return {name: own[names[name]].reshape(like.shape) for name, like in shapes.items()}
 
 
-@pytest.mark.parametrize("name", ["Gemma", "OLMo 2", "GPT-NeoX"])
+@pytest.mark.parametrize("name", ["Gemma", "OLMo 2", "Command R"])
 def test_blocks_decode_as_they_compute(name):
     block, x = perturbed_block(**BLOCKS[name]), inputs(2, T, F)
     expected = run(block, x)

@@ -1,21 +1,26 @@
 """Text becomes windows of tokens, by the model's tokenizer or as bytes."""
 
 import json
-import pathlib
+import shutil
 import sys
-import types
 
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.processors
+import tokenizers.trainers
+from flax import nnx
 
+import sparse_layers as sl
 from examples.training.config import Refusal
 from examples.your_model.text import Windows, load
 
 
-def folder(path, vocab_size, tokenizer=False):
+def folder(path, vocab_size):
     (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    if tokenizer:
-        (path / "tokenizer.json").write_text("{}")
     return path
 
 
@@ -47,40 +52,58 @@ def test_bytes_without_a_tokenizer(tmp_path):
         load(folder(tmp_path, 151936), text(tmp_path), 8)
 
 
-class Tokenizer:
-    """Words as tokens, in the manner of the package tokenizers; the file cuts, pads on the left and adds two tokens."""
-
-    def __init__(self):
-        self.truncation, self.padding = 16, 4096
-
-    @classmethod
-    def from_file(cls, path):
-        assert pathlib.Path(path).name == "tokenizer.json"
-        return cls()
-
-    def no_truncation(self):
-        self.truncation = None
-
-    def no_padding(self):
-        self.padding = 0
-
-    def encode(self, text):
-        ids = [int(word) if word.isdigit() else 999 for word in text.split()]
-        ids = ids[: self.truncation and self.truncation - 2]
-        pad = max(0, self.padding - len(ids) - 2)
-        mask = [1] * pad + [1, *[0] * len(ids), 1]
-        return types.SimpleNamespace(ids=[1002] * pad + [1000, *ids, 1001], special_tokens_mask=mask)
+def train_tokenizer(path):
+    """Trains a byte-level BPE on a few sentences, and saves it as it was used last: cut, padded, with end tokens."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["1 größer", "2 größer als 1", "sind 10 und 100 größer?"], trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(direction="left", pad_id=2, pad_token="<pad>", length=4096)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return plain
 
 
 def test_the_models_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
-    learnt, heldout = load(folder(tmp_path, 2000, tokenizer=True), text(tmp_path), 8)
-    number, word = learnt.ids[::2], learnt.ids[1::2]
-    assert len(learnt.ids) > 300 and len(heldout.ids) > 16, "a text is read to its end"
-    np.testing.assert_array_equal(number, np.arange(len(number)))
-    np.testing.assert_array_equal(word, 999)
-    assert {*heldout.ids.tolist()} <= {999, *range(200)}, "neither end tokens nor padding"
-    assert heldout.spread(2)[:, 0].tolist() == [1000, 1000] and 1001 not in heldout.spread(2)
+    plain = train_tokenizer(folder(tmp_path, 300))
+    learnt, heldout = load(tmp_path, text(tmp_path), 8)
+    whole = (tmp_path / "text.txt").read_bytes()
+    begin, end = whole[: len(whole) * 90 // 100], whole[len(whole) * 90 // 100 :]
+    assert plain.decode(learnt.ids) == begin.decode(errors="replace"), "a text is read to its end"
+    assert len(heldout.ids) > 16 and plain.decode(heldout.ids) in end.decode(errors="replace")
+    for windows in (learnt, heldout):
+        expected = plain.encode(plain.decode(windows.ids), add_special_tokens=False).ids
+        assert windows.ids.tolist() == expected and min(expected) > 2, "neither end tokens nor padding"
+        assert windows.prefix == (0,), "the token that begins a text"
+    assert len(learnt.ids) < 0.7 * len(begin), "merged bytes"
+    assert heldout.spread(2)[:, 0].tolist() == [0, 0] and heldout.spread(2)[:, 1:].min() > 2
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it was not installed
     with pytest.raises(Refusal, match=r"tokenizer\.json: to read it, pip install tokenizers"):
         load(tmp_path, text(tmp_path), 8)
+
+
+def test_a_saved_model_with_its_tokenizer(tmp_path):
+    """The folder that the page's last step makes: a model with windows, and the tokenizer's file beside it."""
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    source.mkdir()
+    plain = train_tokenizer(source)
+    llama = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "use_bias": False, "seq_len": 32}
+    window = sl.preset("sliding_window", window=4)
+    model = sl.SparseTransformer(plain.get_vocab_size(), 2, 8, 1, patterns=window, **llama, rngs=nnx.Rngs(0))
+    sl.to_huggingface(model, saved, config={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2})
+    shutil.copy(source / "tokenizer.json", saved)
+    _, heldout = load(saved, text(tmp_path), 8)
+    config = json.loads((saved / "config.json").read_text())
+    reloaded = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    names = [reloaded.id_to_token(config[f"{name}_token_id"]) for name in ("bos", "eos", "pad")]
+    assert names == ["<s>", "</s>", "<pad>"] and config["vocab_size"] == reloaded.get_vocab_size()
+    tokens = heldout.spread(2)
+    np.testing.assert_array_equal(sl.from_huggingface(saved)(tokens), model(tokens))

@@ -34,7 +34,9 @@ def family_of(config: Config) -> "Family":
     Raises:
       ValueError: an unknown family.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    name = str(config.get("model_type"))
+    # Mistral's newer models have windows by layer; Hugging Face's library renames them as well.
+    family = FAMILIES.get("ministral" if name == "mistral" and config.get("layer_types") else name)
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)
         raise ValueError(f"{config.file}: model_type: {known}")
@@ -92,12 +94,14 @@ def is_mxfp4(config: Config) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
-def _llama(config: Config, *, activation: str = "hidden_act", **overrides: Any) -> dict[str, Any]:
+def _llama(
+    config: Config, *, activation: str = "hidden_act", epsilon: str = "rms_norm_eps", **overrides: Any
+) -> dict[str, Any]:
     """Returns the settings that all families except GPT-2 share.
 
     Args:
       config: the configuration.
-      activation: the entry of the MLP's activation.
+      activation, epsilon: the entries of the MLP's activation, and of the norms' epsilon.
       **overrides: settings of one family.
     """
     features = config.size("hidden_size")
@@ -118,7 +122,7 @@ def _llama(config: Config, *, activation: str = "hidden_act", **overrides: Any) 
         "mlp": GATED_MLPS[config.one_of(activation, GATED_MLPS)],
         "mlp_features": config.size("intermediate_size"),
         "norm": "rms",
-        "norm_epsilon": config.number("rms_norm_eps"),
+        "norm_epsilon": config.number(epsilon),
         "use_bias": (*biases, "mlp") if config.get("mlp_bias", False) else biases,
         "positions": "rope",
         "seq_len": config.size("max_position_embeddings"),
@@ -162,6 +166,7 @@ class Family:
       zero_centered_norms: True if scales of norms are stored as differences from 1.
       mixed_layers: True if layer_types may mix layers with and without a window.
       defaults: settings that a configuration may leave out; in one of text and images, all that equal these.
+      interleaved_rope: True if files pair neighbouring features for rotary position embeddings.
       rotates: a function, True if layer i has rotary position embeddings; with True for its window.
       partial_rotary: True if rotary position embeddings may rotate a part of a head.
       has_experts: a function, True if layer i has experts; settings then contain the mixture as "experts".
@@ -178,6 +183,7 @@ class Family:
     conv1d: bool = False
     zero_centered_norms: bool = False
     mixed_layers: bool = False
+    interleaved_rope: bool = False
     rotates: Callable[[Config, int, bool], bool] = lambda config, i, is_sliding: True
     partial_rotary: bool = False
     has_experts: Callable[[Config, int], bool] = lambda config, i: True
@@ -339,6 +345,14 @@ def _granite(config: Config) -> dict[str, Any]:
     return _llama(config) | scales | {"scale": config.number("attention_multiplier")}
 
 
+def _cohere(config: Config) -> dict[str, Any]:
+    reason = "False, as these norms would have scales of their own for each head"
+    config.one_of("use_qk_norm", (False,), reason, default=False)
+    scale = config.number("logit_scale")
+    overrides: dict[str, Any] = {"parallel": "shared_norm", "logits_scale": None if scale == 1 else scale}
+    return _llama(config, epsilon="layer_norm_eps", norm="layer_no_bias", **overrides)
+
+
 # The defaults of transformers' classes, in this order; those of vocab_size follow from the tensors.
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SIZES += ("max_position_embeddings", "rms_norm_eps")
@@ -349,6 +363,7 @@ def _defaults(*sizes: float | None, **settings: Any) -> dict[str, Any]:
 
 
 _LLAMA_SIZES = _defaults(4096, 11008, 32, 32, None, 2048, 1e-6)
+_MISTRAL = _defaults(4096, 14336, 32, 32, 8, 131072, 1e-6, sliding_window=4096)
 _QWEN = _defaults(4096, 22016, 32, 32, 32, 32768, 1e-6, sliding_window=4096, max_window_layers=28)
 _QWEN["use_sliding_window"] = False
 _GEMMA_SETTINGS = {
@@ -357,18 +372,15 @@ _GEMMA_SETTINGS = {
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
 }
+_COHERE_SIZES = _defaults(8192, 22528, 40, 64, None, 8192, None, layer_norm_eps=1e-5, logit_scale=0.0625)
 _GRANITE_SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GPT2_SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 _GPT2_SIZES["activation_function"] = "gelu_new"
 FAMILIES = {
     "gpt2": Family(_GPT2, _gpt2, _GPT2_SIZES, prefix="transformer.", conv1d=True),
     "llama": Family(_LLAMA, _llama, _LLAMA_SIZES),
-    "mistral": Family(
-        _LLAMA,
-        _llama,
-        _defaults(4096, 14336, 32, 32, 8, 131072, 1e-6, sliding_window=4096),
-        _has_window,
-    ),
+    "mistral": Family(_LLAMA, _llama, _MISTRAL, _has_window),
+    "ministral": Family(_LLAMA, _llama, _MISTRAL, _has_window, mixed_layers=True),
     "mixtral": Family(
         _MIXTRAL,
         _mixtral,
@@ -463,6 +475,16 @@ FAMILIES = {
         _defaults(3072, 8192, 32, 32, None, 4096, 1e-5, original_max_position_embeddings=4096),
         lambda config, i: config.get("sliding_window") is not None,
         partial_rotary=True,
+    ),
+    "cohere": Family(_LLAMA, _cohere, _COHERE_SIZES, interleaved_rope=True, thetas=(500000.0,)),
+    "cohere2": Family(
+        _LLAMA,
+        _cohere,
+        _COHERE_SIZES | {"sliding_window": 4096},
+        lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 4)),
+        mixed_layers=True,
+        interleaved_rope=True,
+        rotates=lambda config, i, is_sliding: is_sliding,
     ),
     "granite": Family(_LLAMA, _granite, _LLAMA_SIZES | dict.fromkeys(_GRANITE_SCALES, 1.0)),
 }

@@ -5,6 +5,7 @@ import errno
 import functools
 import itertools
 import math
+import mmap
 import os
 import pathlib
 import re
@@ -51,10 +52,10 @@ def from_huggingface(
     """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
 
     It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Exaone 4,
-    SmolLM 3, Phi 3 and 4, Granite 3, and with experts Mixtral, Qwen3-MoE and gpt-oss, but not latent attention. From a
-    model of text and images it takes the text model, as from Gemma 3 4B to 27B. Experts in MXFP4 (gpt-oss) become
-    bfloat16. Nothing is downloaded, and nothing in a file is executed. Tensors are read one by one: loading needs the
-    memory of the model and twice that of the files' largest tensor.
+    SmolLM 3, Phi 3 and 4, Granite 3, Command R, R7B and A, and with experts Mixtral, Qwen3-MoE and gpt-oss, but not
+    latent attention. From a model of text and images it takes the text model, as from Gemma 3 4B to 27B. Experts in
+    MXFP4 (gpt-oss) become bfloat16. Nothing is downloaded, and nothing in a file is executed. Tensors are read one by
+    one: loading needs the memory of the model and twice that of the files' largest tensor.
 
     Args:
       folder: a folder with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or files
@@ -333,7 +334,7 @@ class TensorMapping:
       name, tensor_shape: those of the tensor in the files.
       shape: the parameter's shape.
       transposed: True if the tensor is the transpose of the parameter's matrix.
-      outputs: those of the tensor that belong to the parameter, on its last axis once it is transposed.
+      outputs: those of the tensor that belong to the parameter, in its order, on the last axis once it is transposed.
       offset: a number to add to the tensor.
       row: the entry of the tensor's first axis that holds the parameter, or None for all of it.
     """
@@ -342,7 +343,7 @@ class TensorMapping:
     tensor_shape: tuple[int, ...]
     shape: tuple[int, ...]
     transposed: bool
-    outputs: slice
+    outputs: slice | np.ndarray
     offset: int
     row: int | None = None
 
@@ -365,10 +366,13 @@ def _read(
     """Reads a parameter: of one layer or all scanned layers, of all experts; the host holds one tensor at a time."""
 
     def read_layer(mapping: TensorMapping) -> jax.Array:
-        value = np.empty(mapping.shape, dtype)
+        # On a CPU, JAX takes whole pages as an array without a copy, and they leave no holes in the heap: on the heap,
+        # the peak was 1.4 times the model, and 1.9 times with scanned layers.
+        pages = mmap.mmap(-1, math.prod(mapping.shape) * jnp.dtype(dtype).itemsize)
+        value = np.frombuffer(pages, dtype).reshape(mapping.shape)
         mapping.read(files[mapping.name], value)
         # Without this wait the host would hold several tensors twice during their transfer.
-        return jnp.asarray(value).block_until_ready()
+        return jax.device_put(value).block_until_ready()
 
     if len(shape) == len(mappings[0].shape):
         return jax.device_put(read_layer(mappings[0]), sharding)
@@ -464,6 +468,9 @@ def _map_tensor(
     else:
         tensor_shape = (sum(sizes) or math.prod(shape),)
     tensor_shape = tensor_shape[::-1] if transposed else tensor_shape
-    columns = slice(sum(sizes[:index]), sum(sizes[: index + 1])) if sizes else slice(None)
+    columns: Any = slice(sum(sizes[:index]), sum(sizes[: index + 1])) if sizes else slice(None)
+    if family.interleaved_rope and module in ("blocks.attention.query", "blocks.attention.key"):
+        # Here the first features of all pairs come before their second ones.
+        columns = np.arange(outputs[module]).reshape(-1, shape[-1] // 2, 2).swapaxes(1, 2).ravel()
     offset = int(family.zero_centered_norms and leaf == "scale")
     return TensorMapping(name, tensor_shape, shape, transposed, columns, offset)

@@ -16,7 +16,7 @@ from ..attention import SparseSelfAttention
 from ..block import SparseTransformerBlock
 from ..mixture import MixtureOfExperts
 from ..rope import LongRopeScaling, Rope
-from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias
+from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias, resolve_qk_norm
 from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
 from .config import FULL, SLIDING, Config
@@ -29,7 +29,8 @@ _CLASSES = {
 }  # names in transformers other than XyzForCausalLM
 _BIASES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "smollm3", "granite"), ("attention_bias", "mlp_bias"))
 _BIASES |= dict.fromkeys(
-    ("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3_moe", "gpt_oss"), ("attention_bias",)
+    ("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3_moe", "gpt_oss", "cohere", "cohere2"),
+    ("attention_bias",),
 )
 _DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
 _DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
@@ -102,7 +103,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
             "vocab_size": model.token_embedding.num_embeddings,
             "features": model.token_embedding.features,
             "num_layers": model.num_layers,
-            "norm": "rms" if isinstance(model.final_norm, nnx.RMSNorm) else "layer",
+            "norm": _norm_name(model.final_norm),
             "norm_epsilon": epsilons.pop() if len(epsilons) == 1 else tuple(sorted(epsilons)),
             "seq_len": model.seq_len,
             "rope": ropes,
@@ -128,7 +129,6 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
         raise ValueError(f"model: layer {number} has {module}, which Hugging Face's files have no names for")
     norms = [block.attention_norm, block.attention_out_norm, block.mlp_norm, block.mlp_out_norm]
     norms += [attention.query_ln, attention.key_ln]
-    norm_names = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms", JointRMSNorm: "rms_joint"}
     before, after = block.attention_norm is not None, block.attention_out_norm is not None
     projections = {name: getattr(attention, name) for name in PROJECTIONS} | {"mlp": mlp_in}
     return {
@@ -137,7 +137,7 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
         "head_dim": attention.head_dim,
         "scale": attention.attention_fn.fn.scale or attention.head_dim**-0.5,
         "logits_soft_cap": attention.attention_fn.fn.logits_soft_cap,
-        "normalize_qk": norm_names[type(attention.query_ln)] if attention.normalize_qk else False,
+        "normalize_qk": resolve_qk_norm(True, _norm_name(attention.query_ln)) if attention.normalize_qk else False,
         "use_bias": frozenset(name for name, linear in projections.items() if linear.bias is not None),
         "mlp": _sized_mlp(block.mlp, mlp_in.kernel.shape[-1]),
         "use_sinks": attention.sinks is not None,
@@ -155,6 +155,13 @@ def _sized_mlp(mlp: Any, features: int) -> Any:
     return dataclasses.replace(mlp, features=mlp.features or features, expert_axis=None, token_axes=())
 
 
+def _norm_name(norm: Any) -> str:
+    """Returns the name of a norm's kind."""
+    if isinstance(norm, nnx.LayerNorm):
+        return "layer" if norm.bias is not None else "layer_no_bias"
+    return "rms_joint" if isinstance(norm, JointRMSNorm) else "rms"
+
+
 def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings of a configuration completed by the defaults of `SparseTransformer`."""
     completed = _DEFAULTS | dict(settings)
@@ -162,7 +169,7 @@ def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     completed.setdefault("head_dim", completed["features"] // completed["num_heads"])
     completed["scale"] = completed["scale"] or completed["head_dim"] ** -0.5
     completed["use_bias"] = projections_with_bias(completed["use_bias"], BLOCK_PROJECTIONS)
-    completed["normalize_qk"] = completed["norm"] if completed["normalize_qk"] is True else completed["normalize_qk"]
+    completed["normalize_qk"] = resolve_qk_norm(completed["normalize_qk"], completed["norm"])
     ropes = completed["rope"] or (None,)
     mlps = completed["mlp"] if isinstance(completed["mlp"], tuple) else (completed["mlp"],)
     for name, cycle in (("rope", ropes), ("mlp", [_sized_mlp(mlp, completed["mlp_features"]) for mlp in mlps])):
@@ -237,6 +244,7 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
             "n_positions": settings["seq_len"],
             "layer_norm_epsilon": settings["norm_epsilon"],
         }
+    is_cohere = name.startswith("cohere")
     biases = {"attention_bias": "out" in settings["use_bias"], "mlp_bias": "mlp" in settings["use_bias"]}
     entries = common | {
         "hidden_size": settings["features"],
@@ -245,13 +253,15 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
         "num_key_value_heads": settings["num_kv_heads"],
         "head_dim": settings["head_dim"],
         "max_position_embeddings": settings["seq_len"],
-        "rms_norm_eps": settings["norm_epsilon"],
+        "layer_norm_eps" if is_cohere else "rms_norm_eps": settings["norm_epsilon"],
         **{key: biases[key] for key in _BIASES.get(name, ())},
     }
     if family.zero_centered_norms:
         entries["query_pre_attn_scalar"] = _rounded(settings["scale"] ** -2)
         entries["attn_logit_softcapping"] = settings["logits_soft_cap"]
         entries["final_logit_softcapping"] = settings["final_soft_cap"]
+    if is_cohere:
+        entries |= {"logit_scale": settings["logits_scale"] or 1.0, "use_qk_norm": False}
     if name == "granite":
         entries |= {"embedding_multiplier": settings["embedding_scale"] or 1.0}
         entries |= {"residual_multiplier": settings["residual_scale"] or 1.0}

@@ -28,11 +28,11 @@ class TensorInfo(NamedTuple):
     offset: int
 
     def read(self, row: int | None = None) -> np.ndarray:
-        """Reads the values, or those at ``row`` of the first axis, and nothing else; no page of a file stays mapped."""
+        """Maps the values, or those at ``row`` of the first axis; no page of a file stays mapped without the array."""
         shape = self.shape if row is None else self.shape[1:]
         count = math.prod(shape) * self.dtype.itemsize
         offset = self.offset + (row or 0) * count
-        return np.fromfile(self.file, np.uint8, count, offset=offset).view(self.dtype).reshape(shape)
+        return np.memmap(self.file, np.uint8, "r", offset, count).view(self.dtype).reshape(shape)
 
 
 class Mxfp4Tensor(NamedTuple):

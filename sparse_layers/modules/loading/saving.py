@@ -180,7 +180,8 @@ def _tensor(slices: list[tuple[TensorMapping, Any, int]], dtype: Any) -> np.ndar
     for mapping, param, index in slices:
         stack = param.shape[: len(param.shape) - len(mapping.shape)]  # layers, experts, or both
         x = np.asarray(param[np.unravel_index(index, stack)])
+        x = x.astype(np.float32) - mapping.offset if mapping.offset else x
         target = tensor if mapping.row is None else tensor[mapping.row]
-        target = (target.T if mapping.transposed else target)[..., mapping.outputs]
-        target[...] = (x.astype(np.float32) - mapping.offset if mapping.offset else x).reshape(target.shape)
+        target = target.T if mapping.transposed else target
+        target[..., mapping.outputs] = x.reshape(*target.shape[:-1], -1)
     return tensor

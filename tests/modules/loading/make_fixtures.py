@@ -1,6 +1,7 @@
 """Makes the fixtures of test_huggingface.py: tiny models by Hugging Face's own library, and what they compute.
 
-Those in this folder: transformers 5.23.0 with torch 2.13.0 on a CPU, and config_4.json by transformers 4.57.6.
+Those in this folder: transformers 5.23.0 with torch 2.13.0 on a CPU (Command R: 5.24.0 with 2.14.1), and config_4.json
+by transformers 4.57.6.
 
     python tests/modules/loading/make_fixtures.py   # in an environment with transformers >= 5 and torch
     python tests/modules/loading/make_fixtures.py   # in one with transformers 4: configurations of that generation
@@ -104,6 +105,15 @@ CASES = {
         | {"sliding_window": 10},
         (150000.0, YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}),
     ),
+    # A theta that turns the pairs so fast that their order shows.
+    "cohere": ("Cohere", SIZES | {"logit_scale": 5.0}, (1e3, None)),
+    "cohere2": (
+        "Cohere2",
+        SIZES
+        | {"sliding_window": 9, "layer_types": KINDS, "logit_scale": 4.0, "layer_norm_eps": 1e-3}
+        | {"attention_bias": True},
+        (1e3, None),
+    ),
 }
 # Phi 3 with LongRoPE: the same weights with a factor for each of the 3 pairs that rotate.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
@@ -171,7 +181,8 @@ def make(folder, kind, config, seed, sharded):
                 if kind == "GptOss" and path.endswith("gate_up_proj"):
                     tensor.mul_(3)  # so that its activation clamps
             else:
-                tensor.mul_(0.15 if kind.startswith("Gemma") else 0.3)  # Gemma's are scaled
+                # Gemma's are scaled. Cohere's head is tied, and would repeat each token.
+                tensor.mul_(0.15 if kind.startswith("Gemma") else 0.1 if kind.startswith("Cohere") else 0.3)
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
     (folder / "generation_config.json").unlink(missing_ok=True)
     # Read anew: the conversion has rounded what is not among the weights, too.

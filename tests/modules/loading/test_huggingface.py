@@ -21,7 +21,7 @@ FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 WINDOWS = {"mistral": [10] * 3, "qwen2": [None, 9, 9], "gemma2": [8, None, 8], "gemma3_text": [8, 8, None]}
 WINDOWS |= {"olmo3": [9, 9, None], "exaone4": [9, 9, None], "smollm3": [None, 9, None], "phi3": [10] * 3}
-WINDOWS |= {"gpt_oss": [10, None, 10]}
+WINDOWS |= {"gpt_oss": [10, None, 10], "cohere2": [9, 9, None]}
 ROPES = {
     "llama": sl.Rope(5e5, scaling=sl.Llama3Scaling(8.0, 32)),
     "qwen2": sl.Rope(1e6, scaling=sl.YarnScaling(4.0, 32)),
@@ -34,12 +34,14 @@ ROPES = {
     "gpt_oss": sl.Rope(150000.0, scaling=sl.YarnScaling(4.0, 32, rounded=False)),
     "phi3": sl.Rope(1e4, rotary_dim=6),
     "granite": sl.Rope(1e4),
+    "cohere": sl.Rope(1e3),
 }
 ROPES_BY_LAYER = {
     "gemma3_text": (sl.Rope(1e4),) * 2 + (sl.Rope(1e6, scaling=sl.LinearScaling(8.0)),),
     "olmo3": (sl.Rope(5e5),) * 2 + (sl.Rope(5e5, scaling=sl.YarnScaling(4.0, 32)),),
     "exaone4": (sl.Rope(1e6, scaling=sl.Llama3Scaling(8.0, 32)),) * 2 + (None,),
     "smollm3": (sl.Rope(1e6), None),
+    "cohere2": (sl.Rope(1e3), sl.Rope(1e3), None),
 }
 run = nnx.jit(lambda model, tokens: model(tokens))
 
@@ -82,10 +84,10 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
 
 # By tokens in a piece of the prompt. Together they have what sharding meets in any of the families: biases and learned
 # positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all heads, which devices
-# share; layers without rope; parts of fused tensors and of heads; scales; experts; sinks. Programs for eight devices
-# compile for five seconds a model.
+# share; layers without rope; parts of fused tensors and of heads; scales; experts; sinks; permuted heads. Programs
+# for eight devices compile for five seconds a model.
 SPREAD = {"gpt2": 5, "gemma2": 4, "gemma3_text": 7, "olmo2": 3, "smollm3": 5, "phi3": 4, "granite": 7}
-SPREAD |= {"qwen3_moe": 5, "gpt_oss": 5}
+SPREAD |= {"qwen3_moe": 5, "gpt_oss": 5, "olmo3": 4, "exaone4": 3, "cohere2": 6}
 
 
 def test_spread_over_eight_devices():
@@ -134,11 +136,17 @@ def test_both_generations_of_configurations_say_the_same(name):
     masks = [sl.Causal() if width is None else sl.Causal() & sl.Window(width - 1) for width in windows]
     turn = len(new["patterns"])
     assert [new["patterns"][i % turn] for i in range(3)] == masks
-    assert turn == (3 if name in ("qwen2", "gemma3_text", "olmo3", "exaone4") else len(set(windows)))
+    assert turn == (3 if name in ("qwen2", "gemma3_text", "olmo3", "exaone4", "cohere2") else len(set(windows)))
     if name in ROPES_BY_LAYER:
         assert new["rope"] == ROPES_BY_LAYER[name]
     elif name != "gpt2":
         assert set(new["rope"]) == {ROPES[name]}
+
+
+def test_norms_of_queries_in_command_r_plus_are_refused(tmp_path):
+    reason = r"config\.json: use_qk_norm must be False, as these norms .* for each head, got True"
+    with pytest.raises(ValueError, match=reason):
+        settings(tmp_path, "cohere", use_qk_norm=True)
 
 
 def settings(folder, name, drop=(), **config):
@@ -208,7 +216,7 @@ def test_defaults_of_configurations(tmp_path):
 REFUSED = [
     (
         {"model_type": "mistrall"},
-        "model_type: 'mistrall', did you mean 'mistral' or 'mixtral'? Known: exaone4, gemma2, gemma3_text, ",
+        "model_type: 'mistrall', did you mean 'mistral' or 'mixtral'? Known: cohere, cohere2, exaone4, gemma2, ",
     ),
     ({"model_type": "qwen2_moe"}, "did you mean 'qwen3_moe' or 'qwen2'"),
     ({"model_type": None}, "model_type: None"),

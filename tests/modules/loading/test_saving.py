@@ -94,6 +94,7 @@ WINDOWS = [
     ("mistral", "causal"),
     ("mistral", sl.Causal() & sl.Window(6, 3)),
     ("llama", WINDOW_OF_8),  # written as a Mistral
+    ("llama", (WINDOW_OF_8, WINDOW_OF_8, "causal")),  # written as a Ministral
 ]
 
 
