@@ -263,6 +263,7 @@ def _make_experts(config: Config, count: str, **settings: Any) -> MixtureOfExper
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
+    config.one_of("mlp_bias", (False,), default=False)  # the files have no biases of experts
     settings = _llama(config, normalize_qk=True)
     normalize = config.one_of("norm_topk_prob", (False, True))
     options = {"features": config.size("moe_intermediate_size"), "activation": settings["mlp"], "normalize": normalize}
@@ -279,6 +280,7 @@ def _qwen3_moe_has_experts(config: Config, i: int) -> bool:
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
+    config.one_of("mlp_bias", (False,), default=False)
     settings = _llama(config)
     return settings | {"experts": _make_experts(config, "num_local_experts", activation=settings["mlp"])}
 

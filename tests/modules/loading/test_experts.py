@@ -61,6 +61,8 @@ REFUSED = [
     ("qwen3_moe", {"decoder_sparse_step": 0}, "config.json: decoder_sparse_step must be an integer >= 1, got 0"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "config.json: norm_topk_prob must be False or True, got 'yes'"),
     ("mixtral", {"num_local_experts": ...}, None),
+    ("mixtral", {"mlp_bias": True}, "config.json: mlp_bias must be False, got True"),
+    ("qwen3_moe", {"mlp_bias": True}, "config.json: mlp_bias must be False, got True"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "config.json: swiglu_limit must be 7.0, got 5.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "config.json: swiglu_alpha must be 1.702, got 1.0"),
     ("gpt_oss", {"hidden_act": "gelu"}, "config.json: hidden_act must be 'silu', got 'gelu'"),
