@@ -322,6 +322,10 @@ def check_refusals():
         pytest.raises(ValueError, match="granularity must divide the 30 queries of a device"),
     ):
         attend(case, chosen=chosen)(*arrays(case)[:3], None)
+    grid = Case(sl.Causal(), 60)
+    with jax.set_mesh(mesh_of(grid)), pytest.raises(NotImplementedError, match="distances on a grid need whole seq"):
+        bias = sl.grid_bias((6, 10), jnp.zeros((1, 3, 3)))
+        sl.block_sparse_attention(*arrays(grid)[:3], sl.Causal(), bias=bias, query_sharding=SPEC)
     across, order = P(None, ("context", "data")), "axes of a sequence must be in the order of the mesh"
     with jax.set_mesh(mesh_of(case)), pytest.raises(ValueError, match=f"query_sharding: {order}"):
         attend(case, spec=across)(*arrays(case)[:3], None)

@@ -93,9 +93,9 @@ def _to_gradients(call: Call, operands: Operands, dq, dk, dv, dbias=None) -> Gra
     """Returns gradients in the dtypes of the operands, those of repeated key heads summed."""
     dtable = None
     if operands.bias_table is not None:
-        (dtable,) = jax.vjp(lambda table: _bias(call, operands._replace(bias_table=table))[0], operands.bias_table)[1](
-            dbias
-        )
+        bias, transpose = jax.vjp(lambda x: _bias(call, operands._replace(bias_table=x))[0], operands.bias_table)
+        # Without passes, dbias is a constant: inside `shard_map` its type must vary over the axes of the bias.
+        (dtable,) = transpose(jnp.where(False, bias, dbias))
     dk, dv = (
         dx.reshape(*x.shape[:3], dx.shape[2] // x.shape[2], dx.shape[3]).sum(3)
         for dx, x in ((dk, operands.key), (dv, operands.value))
