@@ -1,7 +1,6 @@
 """The core of layers of experts, without a framework: routing, and the products with the selected experts."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,6 +8,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jax.sharding import PartitionSpec
 
+from ..ops.kernels.experts_gpu import grouped_matmul
+from ..ops.planning.platforms import platform
 from .activations import activate
 from .core import Projection
 from .mixture import MixtureOfExperts
@@ -128,49 +129,52 @@ def _apply(
     rows = jnp.repeat(x.reshape(-1, x.shape[-1]).astype(dtype), mixture.top_k, axis=0)  # a row for each selection
     expert = ids.reshape(-1)
     has_expert = (expert >= 0) & (expert < num_experts)
-    # ragged_dot reads the kernels of all experts, so few rows gather those of their experts instead.
-    compute = _gathered_mlp if len(rows) <= num_experts else _sorted_mlp
-    out = compute(mixture, params, rows, jnp.where(has_expert, expert, num_experts))
+    expert = jnp.where(has_expert, expert, num_experts)
+    out = _compute_rows(mixture, params, rows, expert)
     out = jnp.where(has_expert[:, None], out.astype(jnp.float32), 0) * weights.reshape(-1, 1)
     return out.reshape(-1, mixture.top_k, x.shape[-1]).sum(1).astype(dtype).reshape(x.shape)
 
 
-def _sorted_mlp(mixture: MixtureOfExperts, params: ExpertParams, rows: jax.Array, expert: jax.Array) -> jax.Array:
-    """Applies experts to rows [M, F] that are sorted by expert; those of expert E come last, and are undefined."""
-    num_experts = params.in_kernel.shape[0]
-    order = jnp.argsort(expert)
-    sorted_expert, counts = expert[order], _count(expert, num_experts)
-    # A row behind the last group may hold anything, and so may its gradient.
-    is_grouped = (sorted_expert < num_experts)[:, None]
+def _compute_rows(mixture: MixtureOfExperts, params: ExpertParams, rows: jax.Array, expert: jax.Array) -> jax.Array:
+    """Applies the expert of each row to rows [M, F]; rows of expert E have an undefined result."""
+    is_few = len(rows) <= params.in_kernel.shape[0]
+    if platform() == "gpu" and grouped_matmul.unsupported(rows, params.in_kernel) is None:
+        matmul = grouped_matmul.grouped_matmul
+    else:  # ragged_dot reads the kernels of all experts, so few rows gather those of their experts instead
+        matmul = _gathered_matmul if is_few else _ragged_matmul
 
-    def project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        x = jax.lax.ragged_dot(jnp.where(is_grouped, x, 0), kernel.astype(x.dtype), counts)
-        return x if bias is None else x + bias.astype(x.dtype).at[sorted_expert].get(mode="clip")
+    def compute(rows: jax.Array, expert: jax.Array) -> jax.Array:
+        def project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+            x = matmul(x, kernel, expert)
+            return x if bias is None else x + bias.astype(x.dtype).at[expert].get(mode="clip")
+
+        hidden = project(rows, params.in_kernel, params.in_bias)
+        gate = None if params.gate_kernel is None else project(rows, params.gate_kernel, params.gate_bias)
+        return project(activate(mixture.activation, hidden, gate), params.out_kernel, params.out_bias)
 
     def permuted(x: jax.Array, indices: jax.Array) -> jax.Array:
         return x.at[indices].get(mode="promise_in_bounds", unique_indices=True)
 
-    return permuted(_mlp(mixture, params, permuted(rows, order), project), jnp.argsort(order))
+    if is_few:
+        return compute(rows, expert)
+    order = jnp.argsort(expert)
+    return permuted(compute(permuted(rows, order), expert[order]), jnp.argsort(order))
 
 
-def _gathered_mlp(mixture: MixtureOfExperts, params: ExpertParams, rows: jax.Array, expert: jax.Array) -> jax.Array:
-    """Applies experts to rows [M, F] with a copy of its expert's kernels for each row, which is never stored.
+def _ragged_matmul(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
+    """Multiplies rows [M, in], sorted by expert, by the kernels of their experts; those of expert E come last."""
+    # A row behind the last group may hold anything, and so may its gradient.
+    is_grouped = (expert < len(kernel))[:, None]
+    return jax.lax.ragged_dot(jnp.where(is_grouped, x, 0), kernel.astype(x.dtype), _count(expert, len(kernel)))
+
+
+def _gathered_matmul(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
+    """Multiplies rows [M, in] by copies of the kernels of their experts, which are never stored.
 
     XLA fuses the gather, the product and the sum, and so reads M kernels. It would store the operand of a dot.
     """
-
-    def project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        kernels = kernel.at[expert].get(mode="clip").astype(x.dtype).astype(jnp.float32)  # [M, in, out]
-        out = (x.astype(jnp.float32)[:, :, None] * kernels).sum(1).astype(x.dtype)
-        return out if bias is None else out + bias.astype(x.dtype).at[expert].get(mode="clip")
-
-    return _mlp(mixture, params, rows, project)
-
-
-def _mlp(mixture: MixtureOfExperts, params: ExpertParams, x: jax.Array, project: Callable[..., jax.Array]) -> jax.Array:
-    hidden = project(x, params.in_kernel, params.in_bias)
-    gate = None if params.gate_kernel is None else project(x, params.gate_kernel, params.gate_bias)
-    return project(activate(mixture.activation, hidden, gate), params.out_kernel, params.out_bias)
+    kernels = kernel.at[expert].get(mode="clip").astype(x.dtype).astype(jnp.float32)  # [M, in, out]
+    return (x.astype(jnp.float32)[:, :, None] * kernels).sum(1).astype(x.dtype)
 
 
 def _count(ids: jax.Array, num_experts: int) -> jax.Array:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
 from sparse_layers import linen
+from sparse_layers.modules import experts_core
 from sparse_layers.modules.activations import activate
 from sparse_layers.modules.experts import Experts
 from sparse_layers.modules.experts_core import ExpertParams, apply_experts
@@ -62,9 +63,12 @@ def value_and_grads(function, params, x, weights, dout):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 37], ids=["few tokens", "many tokens"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_values_and_gradients_are_those_of_a_loop_in_float64(name, tokens, dtype):
+@pytest.mark.parametrize("name", [*OPTIONS, "qwen, on GPUs", "gpt-oss, on GPUs"])
+def test_values_and_gradients_are_those_of_a_loop_in_float64(name, tokens, dtype, monkeypatch):
     """The budget of an error is twice that of the same loop in this dtype, and the rounding of the largest number."""
+    name, _, on_gpus = name.partition(", ")
+    if on_gpus:  # their kernels, interpreted
+        monkeypatch.setattr(experts_core, "platform", lambda: "gpu")
     settings, bias = mixture(**OPTIONS[name]), name != "qwen"
     params, x = expert_params(settings, bias, dtype), jnp.asarray(inputs(tokens, F, seed=7), dtype)
     # Two experts are never selected, one by every token.
