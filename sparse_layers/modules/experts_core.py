@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jax.sharding import PartitionSpec
 
+from ..ops.implementations import warn_once
 from ..ops.kernels.experts_gpu import grouped_matmul
 from ..ops.planning.platforms import platform
+from ..ops.sharding import match_varying
 from .activations import activate
 from .core import Projection
 from .mixture import MixtureOfExperts
@@ -110,8 +112,6 @@ def apply_experts(
         )
 
     def apply_local(params: ExpertParams, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        # JAX loses the sum over devices in the gradient of a gather that varies over them, of rows that do not.
-        x, weights = jax.lax.pcast((x, weights), axis, to="varying")
         first_expert = jax.lax.axis_index(axis) * params.in_kernel.shape[0]
         return jax.lax.psum(_apply(mixture, params, x, weights, ids - first_expert, dtype), axis)
 
@@ -125,6 +125,8 @@ def _apply(
     mixture: MixtureOfExperts, params: ExpertParams, x: jax.Array, weights: jax.Array, ids: jax.Array, dtype: Dtype
 ) -> jax.Array:
     """Computes the experts in ``params``; ids outside of 0..E-1 are experts of other devices, which add 0."""
+    # JAX loses the sum over devices in the gradient of a gather that varies over them, of rows that do not.
+    params, x, weights, ids = match_varying((params, x, weights, ids), (params, x, weights, ids))
     num_experts = params.in_kernel.shape[0]
     rows = jnp.repeat(x.reshape(-1, x.shape[-1]).astype(dtype), mixture.top_k, axis=0)  # a row for each selection
     expert = ids.reshape(-1)
@@ -138,10 +140,14 @@ def _apply(
 def _compute_rows(mixture: MixtureOfExperts, params: ExpertParams, rows: jax.Array, expert: jax.Array) -> jax.Array:
     """Applies the expert of each row to rows [M, F]; rows of expert E have an undefined result."""
     is_few = len(rows) <= params.in_kernel.shape[0]
-    if platform() == "gpu" and grouped_matmul.unsupported(rows, params.in_kernel) is None:
-        matmul = grouped_matmul.grouped_matmul
-    else:  # ragged_dot reads the kernels of all experts, so few rows gather those of their experts instead
-        matmul = _gathered_matmul if is_few else _ragged_matmul
+    # ragged_dot reads the kernels of all experts, so few rows gather those of their experts instead.
+    matmul = _gathered_matmul if is_few else _ragged_matmul
+    if platform() == "gpu":
+        reason = grouped_matmul.unsupported(rows, params.in_kernel)
+        if reason is None:
+            matmul = grouped_matmul.grouped_matmul
+        else:
+            warn_once(f"experts run without their kernel, which is slow on gpu: {reason}")
 
     def compute(rows: jax.Array, expert: jax.Array) -> jax.Array:
         def project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:

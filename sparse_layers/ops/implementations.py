@@ -53,7 +53,7 @@ def pick_implementation(name: str | None, call: Call, operands: Operands, is_who
             _log.debug("%r: %s", name, note)
     if name in FALLBACK and target != "cpu":
         why = _listed(reasons) if reasons else f"no kernels for {target} yet"
-        _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {target}: {why}")
+        warn_once(f"block_sparse_attention runs {name!r}, which is slow on {target}: {why}")
     return name
 
 
@@ -94,5 +94,6 @@ def _listed(reasons: dict[str, str]) -> str:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warns of a slow path, unless the same was said before."""
     warnings.warn(message, stacklevel=5)

@@ -30,6 +30,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
+from sparse_layers.ops.sharding import match_varying
 from tests.ops.kernels.numpy_types import NUMPY_TYPES, poison
 from tests.ops.kernels.triton_machine import LOCK, MACHINE, Buffer, Handle, Tensor, block_type
 
@@ -46,7 +47,7 @@ def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_pla
     outputs = tuple(jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs)
     changed = tuple(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place)
     launch = functools.partial(run, kernel, tuple(grid), outputs, constants, in_place=tuple(in_place))
-    return tuple(jax.pure_callback(launch, outputs + changed, *arrays, vmap_method="sequential"))
+    return match_varying(tuple(jax.pure_callback(launch, outputs + changed, *arrays, vmap_method="sequential")), arrays)
 
 
 def run(kernel, grid, outputs, constants, *arrays, in_place=()):

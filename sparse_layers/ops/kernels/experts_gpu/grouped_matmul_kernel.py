@@ -26,12 +26,11 @@ class GroupedMatmulConstants(NamedTuple):
     EXPERTS: int
     IN: int
     OUT: int
-    TRANSPOSED: bool  # True if kernels are [E, OUT, IN]
-    SINGLE_ROWS: bool  # True if each work tile is a row; else work tiles have rows of one expert
     ROW_TILE: int
     IN_TILE: int
     OUT_TILE: int
-    SPLITS: int  # parts of the sum over IN, which have programs of their own
+    TRANSPOSED: bool = False  # True if kernels are [E, OUT, IN]
+    SINGLE_ROWS: bool = False  # True if each work tile is a row; else work tiles have rows of one expert
 
 
 @triton.jit
@@ -41,14 +40,14 @@ def grouped_matmul_kernel(
     tile_experts,  # int32 [tiles], the expert of each work tile; EXPERTS for none
     tile_starts,  # int32 [tiles], its first row; unused with SINGLE_ROWS, as is:
     tile_ends,  # int32 [tiles], its end
-    y,  # [SPLITS, ROWS, OUT]; rows without an expert are not written
+    y,  # [ROWS, OUT]; rows without an expert are not written
     C: tl.constexpr,
 ):
-    """Computes y[split, row] = sum(x[row, i] * kernels[expert, i] for i in split); grid (tiles x columns, SPLITS)."""
+    """Computes y[row] = sum(x[row, i] * kernels[expert, i] for i < IN); grid (work tiles x tiles of OUT)."""
     COLUMN_TILES: tl.constexpr = (C.OUT + C.OUT_TILE - 1) // C.OUT_TILE
     IN_STRIDE: tl.constexpr = 1 if C.TRANSPOSED else C.OUT
     OUT_STRIDE: tl.constexpr = C.IN if C.TRANSPOSED else 1
-    work_tile, split = tl.program_id(0) // COLUMN_TILES, tl.program_id(1)
+    work_tile = tl.program_id(0) // COLUMN_TILES
     expert = tl.load(tile_experts + work_tile).to(tl.int64)
     if expert < C.EXPERTS:
         start, end = work_tile, work_tile + 1
@@ -61,14 +60,14 @@ def grouped_matmul_kernel(
         x_rows = x + row[:, None] * C.IN
         kernel_columns = kernels + expert * C.IN * C.OUT + column[None, :] * OUT_STRIDE
         acc = zeros(C.ROW_TILE, C.OUT_TILE)
-        for first in tl.range(split * C.IN_TILE, C.IN, C.SPLITS * C.IN_TILE):
+        for first in tl.range(0, C.IN, C.IN_TILE):
             feature = first + offset
             has_feature = feature < C.IN
             x_tile = tl.load(x_rows + feature[None, :], mask=has_row[:, None] & has_feature[None, :], other=0.0)
             mask = has_feature[:, None] & has_column[None, :]
             kernel_tile = tl.load(kernel_columns + feature[:, None] * IN_STRIDE, mask=mask, other=0.0)
             acc = tl.dot(x_tile, kernel_tile.to(x_tile.dtype), acc, input_precision="ieee")
-        y_tile = y + (split.to(tl.int64) * C.ROWS + row[:, None]) * C.OUT + column[None, :]
+        y_tile = y + row[:, None] * C.OUT + column[None, :]
         tl.store(y_tile, acc.to(y.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
