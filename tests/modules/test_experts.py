@@ -110,7 +110,9 @@ def test_experts_of_other_devices_add_nothing_on_gpus(tokens, monkeypatch):
     assert local.any() and not local.all()
     with jax.set_mesh(mesh):
         result = value_and_grads(half, params, x, weights, dout)
-    compared = zip(*(jax.tree.leaves(y) for y in (result, value_and_grads(known, params, x, weights, dout))), strict=True)
+    compared = zip(
+        *(jax.tree.leaves(y) for y in (result, value_and_grads(known, params, x, weights, dout))), strict=True
+    )
     for a, b in compared:
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 

@@ -30,7 +30,9 @@ class Case:
             expert = np.random.default_rng(0).permutation(expert)
         shapes = (len(expert), self.sizes[0]), (num_experts, *self.sizes), (len(expert), self.sizes[1])
         dtypes = self.dtype, self.kernel_dtype or self.dtype, self.dtype
-        arrays = (inputs(*shape, seed=i).astype(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)))
+        arrays = (
+            inputs(*shape, seed=i).astype(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        )
         return *map(jnp.asarray, arrays), jnp.asarray(expert)
 
 
@@ -94,7 +96,9 @@ def test_what_the_kernels_cannot_multiply(monkeypatch):
     x, kernels = jnp.ones((2, 4)), jnp.ones((2, 4, 4))
     monkeypatch.setattr(grouped, "has_local_arrays", lambda: True)
     assert grouped.unsupported(x, kernels.astype("bfloat16")) is None
-    assert grouped.unsupported(x, kernels.astype("int8")) == "it multiplies float32, bfloat16, float16, got float32, int8"
+    assert (
+        grouped.unsupported(x, kernels.astype("int8")) == "it multiplies float32, bfloat16, float16, got float32, int8"
+    )
     monkeypatch.setattr(grouped, "has_local_arrays", lambda: False)
     assert "expert_axis and token_axes" in str(grouped.unsupported(x, kernels))
     monkeypatch.setattr(hardware, "local_device", lambda: "no GPU")
