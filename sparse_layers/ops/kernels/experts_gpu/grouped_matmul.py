@@ -109,15 +109,15 @@ def _launch_gradient(like: jax.ShapeDtypeStruct, x: jax.Array, dy: jax.Array, ex
         order = jnp.argsort(expert)
         x, dy, expert = x[order], dy[order], expert[order]
     tiling = _fit(GRADIENT, x, dy)
-    constants = GroupedMatmulConstants(len(x), *like.shape, tiling.k, tiling.m, tiling.n)
+    constants = GroupedMatmulConstants(len(x), num_experts, features, columns, tiling.k, tiling.m, tiling.n)
     grid = (-(-columns // tiling.n), -(-features // tiling.m), num_experts)
     arrays = (x, dy, _group_ends(expert, num_experts))
     return _launch(kernel_gradient_kernel, grid, arrays, like, constants, tiling)
 
 
 def _launch(kernel: Any, grid: Any, arrays: Any, output: Any, constants: Any, tiling: Tiling) -> jax.Array:
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    return bridge.call_triton(kernel, grid, arrays, [output], {"C": constants}, **options)[0]
+    warps, stages = tiling.warps, tiling.stages
+    return bridge.call_triton(kernel, grid, arrays, [output], {"C": constants}, num_warps=warps, num_stages=stages)[0]
 
 
 def _fit(tiling: Tiling, *arrays: jax.Array) -> Tiling:
