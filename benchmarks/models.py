@@ -3,6 +3,11 @@
     python -m benchmarks.models --batch 8 --seq-len 65536 --record models.json
     python -m benchmarks.models --prompt 16384 --batch 1 --seq-len 131072 --patterns causal --record prompts.json
 
+The shape of Gemma 3 12B is::
+
+    --layers 48 --features 3840 --heads 16 --key-heads 8 --head-dim 256 --mlp-features 15360 --vocabulary 262208 \
+        --tie-embeddings --patterns "5 windows, 1 causal"
+
 A step adds a token to each sequence at the end of full caches, and takes the likeliest next token. ``read`` is what
 it must read: all weights, and of each cache the rows that the pattern looks at, for each head that chooses its own;
 ``floor`` the time that this takes at ``--bandwidth``. Times are those of steps in one compiled loop, the median of five
@@ -18,6 +23,7 @@ import concurrent.futures
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,20 +51,22 @@ def decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> sl.Sparse
         patterns=patterns,
         seq_len=options.seq_len,
         num_kv_heads=options.key_heads,
+        head_dim=options.head_dim,
         mlp="swiglu",
         mlp_features=options.mlp_features,
         norm="rms",
         use_bias=False,
         positions="rope",
+        tie_embeddings=options.tie_embeddings,
         dtype=jnp.bfloat16,
         param_dtype=jnp.bfloat16,
         rngs=nnx.Rngs(0),
     )
 
 
-def random_decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> tuple[Any, Any]:
-    """The graph of a `decoder` and its weights, drawn by one program a shape: all at once take long to compile."""
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: decoder(patterns, options)))
+def random_weights(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """The graph of a model and its weights, drawn by one program a shape: all at once take long to compile."""
+    graph, shapes = nnx.split(nnx.eval_shape(make))
     draw = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype) / 64, static_argnums=(1, 2))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -80,7 +88,7 @@ def caches_of(model: sl.SparseTransformer, options: argparse.Namespace) -> tuple
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
-    graph, weights = random_decoder(PATTERNS[name], options)
+    graph, weights = random_weights(lambda: decoder(PATTERNS[name], options))
     caches = jax.jit(lambda: caches_of(nnx.merge(graph, weights), options))()
 
     def loop(weights: Any, caches: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
@@ -108,7 +116,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def bytes_read(cache: sl.KVCache, options: argparse.Namespace) -> int:
     """Returns the bytes of a cache that a step must read: the rows it attends to, and its scorer's pooled keys."""
-    row = 2 * 2 * options.features // options.heads  # bytes of a key and a value
+    row = 2 * 2 * (options.head_dim or options.features // options.heads)  # bytes of a key and a value
     rows = options.batch * cache.num_reads
     if cache.selection is None or cache.pooled is None:
         return rows * options.key_heads * row
@@ -118,7 +126,7 @@ def bytes_read(cache: sl.KVCache, options: argparse.Namespace) -> int:
 
 def read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table of prompts."""
-    graph, weights = random_decoder(PATTERNS[name], options)
+    graph, weights = random_weights(lambda: decoder(PATTERNS[name], options))
 
     def prefill(weights: Any, caches: Any, tokens: jax.Array, start: int) -> tuple[Any, jax.Array]:
         logits, caches = nnx.merge(graph, weights).prefill(tokens, caches=caches, start=start, total=options.seq_len)
@@ -161,6 +169,8 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--key-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, help="of each head; default: features / heads")
+    parser.add_argument("--tie-embeddings", action="store_true", help="the token embedding is the head, too")
     parser.add_argument("--mlp-features", type=int, default=14336)
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--bandwidth", type=float, default=4.1, help="of the device's memory, TB/s")
