@@ -14,7 +14,6 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ..kernels.decode_gpu import decode
-from ..kernels.quantized import QuantizedRows
 from ..planning.platforms import has_local_arrays, implementation_order, platform
 from .cache_parts import CachePart
 from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
@@ -42,7 +41,6 @@ def can_step(layout: CacheLayout, arrays: KVArrays, query: jax.Array) -> bool:
         and layout.heads[0].kv_heads == tuple(range(layout.num_kv_heads))
         and len({*stores}) == len(stores)
         and layout.masks[0].computable
-        and not any(isinstance(array, QuantizedRows) for array in arrays[0])  # XLA quantizes the token
         and can_attend(layout, arrays, query, False)
     )
 
@@ -102,7 +100,10 @@ def step(
     out, *written = decode.step(_group_queries(query, heads), new, reads, slots, position, options, grouped_sinks)
     indices = [layout.find(cache_part.store)[0] for cache_part in heads.cache_parts]
     keys, values = (
-        tuple(x.reshape(like[i].shape) for i, x in sorted(zip(indices, side, strict=True), key=lambda pair: pair[0]))
+        tuple(
+            jax.tree.map(lambda x, array: x.reshape(array.shape), x, like[i])
+            for i, x in sorted(zip(indices, side, strict=True), key=lambda pair: pair[0])
+        )
         for side, like in zip(written, arrays, strict=True)
     )
     return out.reshape(*query.shape[:-1], -1), (keys, values)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
 from sparse_layers.ops.kernels.decode_gpu import decode
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.quantized import QuantizedRows
+from sparse_layers.ops.kernels.quantized import QuantizedRows, dequantize, quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,35 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
     np.testing.assert_array_equal(wide[-1], 0)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_8_bits(group, dtype, monkeypatch):
+    """Rows of very different sizes; the first row is not seen, and is no number."""
+    monkeypatch.setattr(decode, "number_of_splits", lambda *_: 2)
+    rng, size, slot = np.random.default_rng(0), 24, 70
+    query, keys, values, *new = (
+        jnp.asarray(rng.normal(size=(1, 2, n, size)), jnp.float32) for n in (group, 90, 90, 1, 1)
+    )
+    scales = jnp.asarray(rng.lognormal(0, 3, (90, 1)).astype(np.float32)).at[0].set(jnp.nan)
+    arrays = [quantize(keys, dtype), quantize(values * scales, dtype)]
+    if dtype != "int8":
+        arrays = [dataclasses.replace(x, data=x.data.at[:, :, 0].set(jnp.nan)) for x in arrays]
+    rows = jnp.arange(90, dtype=jnp.int32).at[jnp.array([0, 5, slot])].set(-1)[None, None]
+    read, slots = decode.CacheRead(*arrays, (0, 1), rows), jnp.array([[0, slot]], jnp.int32)
+    token = (new[0][:, :, 0], new[1][:, :, 0])
+    out, *written = decode.step(query, token, [read], slots, jnp.array([100]), decode.LogitScaling(0.3))
+    seen, wide = np.delete(np.arange(90), [0, 5]), []
+    for before, after, x in zip(arrays, (written[0][0], written[1][0]), new, strict=True):
+        want = quantize(x, dtype)
+        for leaves in zip(*map(jax.tree.leaves, (after, before, want)), strict=True):
+            now, kept, row = (x.astype(jnp.float32) for x in leaves)
+            np.testing.assert_allclose(now, kept.at[:, :, slot : slot + 1].set(row), rtol=2e-7)
+        wide.append(np.asarray(dequantize(after, jnp.float32), np.float64)[0][:, seen])
+    for i in range(2):
+        right = exact(np.asarray(query[0, i], np.float64), [(wide[0][i], wide[1][i])], None, -np.inf)
+        np.testing.assert_allclose(out[0, i], right, atol=2e-5 * np.abs(right).max())
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 def test_huge_logits_and_sinks(heads, monkeypatch):
     """Each of three splits has keys; a query takes the value of its largest logit, or nothing beside a larger sink."""
@@ -146,7 +175,7 @@ def test_rows_of_later_tokens_are_not_read():
 
 def test_lists_are_shared_where_programs_are_few():
     def splits(count, programs):
-        return decode.number_of_splits(count, 64, 256, programs, 132)
+        return decode.number_of_splits(count, 64, 256, programs, 132, 0.65)
 
     assert splits(1024, 256) == splits(65536, 1024) == splits(64, 1) == 1
     assert splits(65536, 8) >= 16
@@ -184,10 +213,10 @@ COMPILED = {
     "wide": (86, 4, 8, 64, 256, "float16", (4096,), False),
     "widest": (86, 4, 1, 1, 256, "float32", (128, 4096), True),
     "small": (89, 4, 8, 2, 64, "float16", (4096,), True),
-    "int8": (90, 16, 8, 8, 128, "bfloat16", (65536,), False, "int8"),
+    "int8": (90, 16, 8, 8, 128, "bfloat16", (65536,), True, "int8"),
     "int8, alone": (80, 1, 8, 1, 128, "bfloat16", (4096,), False, "int8"),
     "float8": (90, 16, 8, 4, 64, "bfloat16", (512, 65536), False, "float8_e4m3fn"),
-    "float8, alone": (89, 1, 8, 1, 128, "float16", (4096,), False, "float8_e4m3fn"),
+    "float8, alone": (89, 1, 8, 1, 128, "float16", (4096,), True, "float8_e4m3fn"),
 }
 
 

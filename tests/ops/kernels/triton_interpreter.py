@@ -31,6 +31,7 @@ from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
 from sparse_layers.ops.sharding import match_varying
+from tests.ops.kernels import triton_asm
 from tests.ops.kernels.numpy_types import NUMPY_TYPES, poison
 from tests.ops.kernels.triton_machine import LOCK, MACHINE, Buffer, Handle, Tensor, block_type
 
@@ -214,6 +215,16 @@ def scanned(tensor, axis, combine_fn, reverse=False):
     return Tensor(Handle(data, tensor.dtype), tensor.type)
 
 
+def assembled(asm, constraints, args, dtype, is_pure, pack):
+    """`tl.inline_asm_elementwise`."""
+    several = isinstance(dtype, tuple | tl.tuple)
+    dtypes = tuple(dtype) if several else (dtype,)
+    asm = asm.value if isinstance(asm, tl.constexpr) else asm
+    data = triton_asm.elementwise(asm, [x.handle.data for x in args], [NUMPY_TYPES[x] for x in dtypes], pack)
+    results = [Tensor(Handle(x, dtype), block_type(dtype, x.shape)) for x, dtype in zip(data, dtypes, strict=True)]
+    return tuple(results) if several else results[0]
+
+
 def asserted(condition, message=""):
     assert condition, message
 
@@ -228,6 +239,7 @@ REPLACEMENTS = {
     tl.static_range: unrolled,
     tl.reduce: reduced,
     tl.associative_scan: scanned,
+    tl.inline_asm_elementwise: assembled,
     tl.static_assert: asserted,
     tl.static_print: print,
     # Promises to the compiler

@@ -28,6 +28,13 @@ class Buffer:
         pointer = tl.pointer_type(TRITON_TYPES[array.dtype])
         self.pointer = Tensor(Handle(np.array([self.base]), pointer), pointer)
 
+    @functools.cached_property
+    def as_pairs(self):
+        """An array of 8 bits that is read two elements at a time."""
+        pairs = Buffer(self.name, self.elements.view(np.int16), 0, writable=False, given=self.given)
+        pairs.base, pairs.owner = self.base, None if self.owner is None else self.owner[::2]
+        return pairs
+
     def element(self, index):
         """The name of an element for error messages."""
         if not 0 <= index < self.elements.size:
@@ -118,7 +125,10 @@ class Machine(stock.InterpreterBuilder):
         if not 0 <= slot < len(self.buffers):
             raise self.bug(f"out of bounds: {verb} the address {some}, far from every argument")
         buffer = self.buffers[slot]
-        if numpy_type(pointers.dtype.element_ty) != buffer.elements.dtype:
+        element = numpy_type(pointers.dtype.element_ty)
+        if element == np.int16 and buffer.elements.itemsize == 1 and verb == "loads":
+            buffer = buffer.as_pairs
+        elif element != buffer.elements.dtype:
             raise self.bug(f"{verb} {buffer.name} through a pointer to {pointers.dtype.element_ty}")
         index = (address - buffer.base) >> buffer.shift
         if mask is not None:

@@ -14,16 +14,33 @@ from ..quantized import QuantizedRows, Rows
 
 # At most: arrays of keys that a launch reads, query heads of a key head, and the head size.
 MAX_ARRAYS, MAX_GROUPED_HEADS, MAX_SIZE = 4, 64, 256
-# Bytes of keys and values of a tile, and stages of tiles in flight; by True if a program has several query heads. The
-# best of 8 and of 5 choices on an H200, for windows of 1024 and for 16,384 to 65,536 keys.
-TILE_BYTES, STAGES, WARPS = {False: 16384, True: 32768}, {False: 4, True: 6}, 4
 # Fewest and most rows of a tile, and bytes of shared memory for other things than tiles and queries.
 MIN_ROWS, MAX_ROWS, OTHER_BYTES = 16, 64, 16384
 # The cost model of splits. A merge kernel takes as long as each multiprocessor takes to read MERGE_BYTES when the whole
-# GPU reads. One program reads at ONE_PROGRAM_RATE of a multiprocessor's share of the bandwidth. Several programs on a
-# multiprocessor read at BUSY_SM_RATE of it while others are idle.
-MERGE_BYTES, ONE_PROGRAM_RATE, BUSY_SM_RATE, MAX_SPLITS = 80_000, 0.65, 1.5, 64
+# GPU reads. Several programs on a multiprocessor read at BUSY_SM_RATE of its share of the bandwidth while others are
+# idle; see also `Settings`.
+MERGE_BYTES, BUSY_SM_RATE, MAX_SPLITS = 80_000, 1.5, 64
 _DTYPES = "float32", "bfloat16", "float16"
+
+
+class Settings(NamedTuple):
+    """Settings of a launch."""
+
+    tile_bytes: int  # most bytes of keys and values of a tile
+    stages: int  # most tiles in flight
+    warps: int
+    one_program_rate: float  # a program alone reads at this rate of a multiprocessor's share of the bandwidth
+
+
+# By (True if a program has several query heads, True for rows of 8 bits). The best of 8 and of 5 choices on an H200,
+# for windows of 1024 and for 16,384 to 65,536 keys; for rows of 8 bits the best of 5 and of 7, for 65,536 keys. There a
+# program with several query heads has two warps, and needs company twice as soon.
+SETTINGS = {
+    (False, False): Settings(16384, 4, 4, 0.65),
+    (True, False): Settings(32768, 6, 4, 0.65),
+    (False, True): Settings(8192, 4, 4, 0.65),
+    (True, True): Settings(16384, 4, 2, 0.33),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +80,8 @@ def unsupported(query: Any, keys: Sequence[Any], values: Sequence[Any], group: i
         return "it reads arrays of 8 bits alone, of one dtype"
     if rows and rows[0].dtype.name != "int8" and device.capability < 89:
         return f"GPUs of compute capability {device.compute_capability} lack {rows[0].dtype.name}"
+    if rows and (query.shape[-1] % 2 or values[0].shape[-1] % 2):
+        return f"it reads rows of 8 bits in pairs of columns, got sizes {query.shape[-1]} and {values[0].shape[-1]}"
     if reads > MAX_ARRAYS:
         return f"it reads {MAX_ARRAYS} arrays of keys at most, got {reads}"
     if max(query.shape[-1], values[0].shape[-1]) > MAX_SIZE or group > MAX_GROUPED_HEADS:
@@ -105,7 +124,7 @@ def step(
     positions: jax.Array,
     options: LogitScaling,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Rows, ...], tuple[Rows, ...]]:
     """Computes attention of one query a sequence (S = 1) to rows of a cache and to a new token, and writes the token.
 
     Args:
@@ -127,7 +146,7 @@ def _launch_step(
     options: LogitScaling,
     sinks: jax.Array | None,
     new_token: tuple[jax.Array, jax.Array, jax.Array] | None,
-) -> Sequence[jax.Array]:
+) -> Sequence[Any]:
     """Launches the kernels and returns (out,).
 
     With a ``new_token`` (keys, values, slots), it writes that to the cache arrays in place, and returns (out, *keys,
@@ -151,12 +170,16 @@ def _launch_step(
         for x, start in zip(reads, list_starts, strict=False)
     )
     padded, itemsize = (padded_size(size), padded_size(value_size)), reads[0].keys.dtype.itemsize
-    # Registers hold lanes of float32, so rows of 8 bits make no taller tiles: those would spill.
+    if itemsize == 1:
+        padded = max(32, padded[0]), max(32, padded[1])  # matrix products have half of the columns
+    settings, q_rows = pick_settings(queries_per_head, itemsize), rows_of_queries(queries_per_head)
     tile, stages = tile_and_stages(
-        queries_per_head, padded[0] * query.dtype.itemsize, sum(padded) * max(itemsize, 2), device.shared_memory
+        settings, q_rows * padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
     )
-    num_rows = sum(x.COUNT for x in cache_arrays)
-    splits = number_of_splits(num_rows, tile, (size + value_size) * itemsize, queries * heads, device.multiprocessors)
+    num_rows, row_bytes = sum(x.COUNT for x in cache_arrays), (size + value_size) * itemsize
+    splits = number_of_splits(
+        num_rows, tile, row_bytes, queries * heads, device.multiprocessors, settings.one_program_rate
+    )
     scales = [x.scale for read in reads for x in (read.keys, read.values) if isinstance(x, QuantizedRows)]
     constants = DecodeConstants(
         TOKENS=queries // len(reads[0].keys),
@@ -176,7 +199,7 @@ def _launch_step(
         QUANTIZED=bool(scales),
         SPLITS=splits,
         STAGES=stages,
-        ROWS=rows_of_queries(queries_per_head),
+        ROWS=q_rows,
         TILE=tile,
         PADDED_SPLITS=1 << (splits - 1).bit_length(),
     )
@@ -195,20 +218,20 @@ def _launch_step(
     lse = jax.ShapeDtypeStruct((queries, heads, splits, queries_per_head), jnp.float32)
     out_shape = jax.ShapeDtypeStruct(shape, query.dtype)
     split_out = out_shape if splits == 1 else jax.ShapeDtypeStruct((*lse.shape, value_size), jnp.float32)
-    in_place = range(3, 3 + 2 * len(reads)) if new_token is not None else ()
-    settings: dict[str, Any] = {"constants": {"C": constants}, "num_warps": WARPS}
+    in_place = []
+    if new_token is not None:
+        in_place = [first + i for first in ((3, 3 + 2 * MAX_ARRAYS) if scales else (3,)) for i in range(2 * len(reads))]
+    launch_options: dict[str, Any] = {"constants": {"C": constants}, "num_warps": settings.warps}
+    grid, outputs = (splits * heads, queries), [split_out, lse]
     out, split_lse, *written = bridge.call_triton(
-        decode_kernel,
-        (splits * heads, queries),
-        arrays,
-        [split_out, lse],
-        num_stages=stages,
-        in_place=in_place,
-        **settings,
+        decode_kernel, grid, arrays, outputs, num_stages=stages, in_place=in_place, **launch_options
     )
     if splits > 1:
         grid = (math.prod(shape[:3]),)
-        out = bridge.call_triton(merge_kernel, grid, [out, split_lse], [out_shape], num_stages=1, **settings)[0]
+        out = bridge.call_triton(merge_kernel, grid, [out, split_lse], [out_shape], num_stages=1, **launch_options)[0]
+    if scales:
+        half = len(written) // 2
+        written = [QuantizedRows(*x) for x in zip(written[:half], written[half:], strict=True)]
     return out, *written[::2], *written[1::2]
 
 
@@ -217,16 +240,24 @@ def rows_of_queries(queries_per_head: int) -> int:
     return 1 if queries_per_head == 1 else max(16, 1 << (queries_per_head - 1).bit_length())
 
 
-def tile_and_stages(queries_per_head: int, query_bytes: int, row_bytes: int, shared_memory: int) -> tuple[int, int]:
+def pick_settings(queries_per_head: int, itemsize: int) -> Settings:
+    """Returns the settings for rows of elements of ``itemsize`` bytes."""
+    settings = SETTINGS[queries_per_head > 1, itemsize == 1]
+    # The results of more than 16 query heads do not fit in the registers of two warps.
+    return settings._replace(warps=4) if queries_per_head > 16 else settings
+
+
+def tile_and_stages(settings: Settings, query_bytes: int, row_bytes: int, shared_memory: int) -> tuple[int, int]:
     """Returns (rows of a tile of keys, stages that fit in shared memory); all stages but one hold a tile."""
-    stages = STAGES[queries_per_head > 1]
-    available_bytes = shared_memory - OTHER_BYTES - rows_of_queries(queries_per_head) * query_bytes
-    max_rows = min(TILE_BYTES[queries_per_head > 1], available_bytes // (stages - 1)) // row_bytes
+    available_bytes = shared_memory - OTHER_BYTES - query_bytes
+    max_rows = min(settings.tile_bytes, available_bytes // (settings.stages - 1)) // row_bytes
     rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(max_rows, 1).bit_length() - 1))
-    return rows, max(2, min(stages, available_bytes // (rows * row_bytes) + 1))
+    return rows, max(2, min(settings.stages, available_bytes // (rows * row_bytes) + 1))
 
 
-def number_of_splits(num_rows: int, tile: int, row_bytes: int, programs: int, multiprocessors: int) -> int:
+def number_of_splits(
+    num_rows: int, tile: int, row_bytes: int, programs: int, multiprocessors: int, one_program_rate: float
+) -> int:
     """Returns the number of splits of each list of ``num_rows`` rows; ``programs`` is the number of lists.
 
     A program ends when it has read its split, when its multiprocessor has read those of all its programs, or when the
@@ -235,7 +266,7 @@ def number_of_splits(num_rows: int, tile: int, row_bytes: int, programs: int, mu
 
     def cost(splits: int) -> float:
         split_bytes = num_rows * row_bytes / splits
-        split_cost = split_bytes * max(1 / ONE_PROGRAM_RATE, -(-programs * splits // multiprocessors) / BUSY_SM_RATE)
+        split_cost = split_bytes * max(1 / one_program_rate, -(-programs * splits // multiprocessors) / BUSY_SM_RATE)
         return max(programs * num_rows * row_bytes / multiprocessors, split_cost) + (MERGE_BYTES if splits > 1 else 0)
 
     numbers = (1 << i for i in range(MAX_SPLITS.bit_length()))

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 
 from ..gpu.tiles import LOG2_E, addresses, full, load_rows, logits, store_rows, zeros
+from .eight_bits import quantize_row, split_queries, start_pairs, to_float32, update_pairs
 
 
 class CacheArray(NamedTuple):
@@ -76,6 +77,8 @@ class NewToken(NamedTuple):
 
     k: Any  # [1, D]
     v: Any  # [1, DV]
+    k_scale: Any  # if QUANTIZED
+    v_scale: Any
     seen: Any  # 0 if the query sees it, else -1
 
 
@@ -104,12 +107,17 @@ def _update(m_i, l_i, acc, scores, v_tile, dtype: tl.constexpr):
 
 
 @triton.jit
-def _update_lanes(m_i, l_i, acc, scores, v_tile):
-    """Adds scores [TILE] and values [TILE, DV] to a state for each lane."""
+def _update_lanes(m_i, l_i, acc, q_row, k_tile, v_tile, k_scale, v_scale, has_key, dtype: tl.constexpr,
+                  C: tl.constexpr):  # fmt: skip
+    """Adds keys [TILE, D] and values [TILE, DV], with scales [TILE] or 1, to a state for each lane."""
+    products = tl.sum(to_float32(k_tile, dtype) * q_row, 1)  # [TILE]
+    if C.QUANTIZED:
+        products *= k_scale
+    scores, values = tl.where(has_key, logits(products, C), float("-inf")), to_float32(v_tile, dtype)
     m_new = tl.maximum(m_i, scores)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     p, alpha = tl.exp2(scores - shift), tl.exp2(m_i - shift)
-    return m_new, l_i * alpha + p, acc * alpha[:, None] + p[:, None] * v_tile
+    return m_new, l_i * alpha + p, acc * alpha[:, None] + (p * v_scale)[:, None] * values
 
 
 @triton.jit
@@ -123,21 +131,31 @@ def _merge_lanes(m_i, l_i, acc, lane_m, lane_l, lane_acc):
 
 
 @triton.jit
-def _initial_state(q_tile, new, sinks, head, C: tl.constexpr):
-    """Returns the state of sinks and of the new token, each if there is one."""
+def _new_row(row, scale, dtype: tl.constexpr, C: tl.constexpr):
+    """Returns keys or values of the new token in float32, as queries see them."""
+    row = to_float32(row, dtype)
+    return row * scale if C.QUANTIZED else row
+
+
+@triton.jit
+def _initial_state(q_tile, new, sinks, head, split, C: tl.constexpr):
+    """Returns the state of sinks and of the new token, each if there is one, in the first split."""
     row = tl.arange(0, C.ROWS)
     m_i, l_i, acc = full(C.ROWS, float("-inf")), full(C.ROWS, 0.0), zeros(C.ROWS, C.DV)
     if C.SINKS:
         m_i = tl.load(sinks + head * C.GROUP + row, mask=row < C.GROUP, other=0.0) * LOG2_E
         l_i += 1.0
     if C.WRITES:
-        scores = logits(tl.sum(q_tile.to(tl.float32) * new.k.to(q_tile.dtype).to(tl.float32), 1), C)  # [ROWS]
+        scores = logits(tl.sum(q_tile.to(tl.float32) * _new_row(new.k, new.k_scale, q_tile.dtype, C), 1), C)  # [ROWS]
         scores = tl.where(new.seen >= 0, scores, float("-inf"))
         m_new = tl.maximum(m_i, scores)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, l_i = tl.exp2(scores - shift), l_i * tl.exp2(m_i - shift)
-        acc = p[:, None] * tl.where(new.seen >= 0, new.v.to(q_tile.dtype).to(tl.float32), 0.0)
+        acc = p[:, None] * tl.where(new.seen >= 0, _new_row(new.v, new.v_scale, q_tile.dtype, C), 0.0)
         m_i, l_i = m_new, l_i + p
+    if C.SPLITS > 1:
+        m_i, l_i = tl.where(split > 0, float("-inf"), m_i), tl.where(split > 0, 0.0, l_i)
+        acc = tl.where(split > 0, 0.0, acc)
     return m_i, l_i, acc
 
 
@@ -145,17 +163,27 @@ def _initial_state(q_tile, new, sinks, head, C: tl.constexpr):
 
 
 @triton.jit
+def _load_new_row(pointer, dtype: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
+    """Loads a row [1, SIZE] in the dtype of an array, and its scale if QUANTIZED."""
+    column = tl.arange(0, SIZE)
+    row = tl.load(pointer + column, mask=column < LENGTH, other=0.0)
+    if C.QUANTIZED:
+        row, scale = quantize_row(row, dtype)
+    else:
+        row, scale = row.to(dtype), 1.0
+    return row[None, :], scale
+
+
+@triton.jit
 def _load_new_token(q_tile, new_k, new_v, k_dtype: tl.constexpr, v_dtype: tl.constexpr, rows, position, vector,
                     C: tl.constexpr):  # fmt: skip
     """Loads the `NewToken` of a key head, in the dtypes of the arrays."""
-    k, v, seen = q_tile, q_tile, position
+    k, v, k_row_scale, v_row_scale, seen = q_tile, q_tile, position, position, position
     if C.WRITES:
-        column, column_v = tl.arange(0, C.D), tl.arange(0, C.DV)
         seen, new_k, new_v = tl.load(rows + 1), new_k + vector * C.H, new_v + vector * C.HV
-        k = tl.load(new_k + column, mask=column < C.H, other=0.0).to(k_dtype)[None, :]
-        v = tl.load(new_v + column_v, mask=column_v < C.HV, other=0.0)
-        v = v.to(v_dtype)[None, :]
-    return NewToken(k, v, seen)
+        k, k_row_scale = _load_new_row(new_k, k_dtype, C.H, C.D, C)
+        v, v_row_scale = _load_new_row(new_v, v_dtype, C.HV, C.DV, C)
+    return NewToken(k, v, k_row_scale, v_row_scale, seen)
 
 
 @triton.jit
@@ -173,6 +201,9 @@ def _open_arrays(k_arrays, v_arrays, k_scales, v_scales, heads, rows, new, posit
             writes = (new_row >= 0) & (split == 0)
             tl.store(k + new_row * C.H + column[None, :], new.k, mask=(column < C.H)[None, :] & writes)
             tl.store(v + new_row * C.HV + column_v[None, :], new.v, mask=(column_v < C.HV)[None, :] & writes)
+            if C.QUANTIZED:
+                tl.store(k_scales[i] + row + new_row, new.k_scale, mask=writes)
+                tl.store(v_scales[i] + row + new_row, new.v_scale, mask=writes)
         if C.ARRAYS[i].STRIDE > 0:
             length = tl.minimum(length, position // C.ARRAYS[i].STRIDE + 1)
         # Triton knows no stars.
@@ -250,12 +281,11 @@ def decode_kernel(
     new = _load_new_token(
         q_tile, new_k, new_v, k0.dtype.element_ty, v0.dtype.element_ty, rows, position, kv_head_index, C
     )
-    m_i, l_i, acc = _initial_state(q_tile, new, sinks, head, C)  # [ROWS], [ROWS], [ROWS, DV]
-    if C.SPLITS > 1:  # sinks and the new token count once
-        m_i, l_i = tl.where(split > 0, float("-inf"), m_i), tl.where(split > 0, 0.0, l_i)
-        acc = tl.where(split > 0, 0.0, acc)
+    m_i, l_i, acc = _initial_state(q_tile, new, sinks, head, split, C)  # [ROWS], [ROWS], [ROWS, DV]
     if C.ROWS == 1:
         q_row = q_tile.to(tl.float32)
+        if C.QUANTIZED:  # Triton gives tiles the layout of a load [1, 128], in which sums of a row wait for all warps
+            q_row = tl.load(q_head + tl.arange(0, C.D), mask=tl.arange(0, C.D) < C.H, other=0.0).to(tl.float32)[None, :]
         lane_m, lane_l, lane_acc = full(C.TILE, float("-inf")), full(C.TILE, 0.0), zeros(C.TILE, C.DV)
     k_arrays, v_arrays = (k0, k1, k2, k3), (v0, v1, v2, v3)
     k_scales, v_scales = (k_scale0, k_scale1, k_scale2, k_scale3), (v_scale0, v_scale1, v_scale2, v_scale3)
@@ -264,27 +294,34 @@ def decode_kernel(
     )
     split_steps = tl.cdiv(steps, C.SPLITS)
     first_step, end_step = split * split_steps, tl.minimum(split * split_steps + split_steps, steps)
+    PAIRS: tl.constexpr = C.QUANTIZED and C.ROWS > 1
+    if PAIRS:
+        q_pairs = split_queries(q_tile)
+        m_i, l_i, acc_even, acc_odd = start_pairs(m_i, l_i, acc)
     for step in tl.range(first_step, end_step, num_stages=C.STAGES):
         k, v, k_scale, v_scale, kv_row = _load_step_rows(step, reads, rows, C)
         has_key = kv_row >= 0
-        k_tile = load_rows(addresses(k, kv_row, C.H, C.D, True), has_key, C.H, C.D, True).to(dtype)  # [TILE, D]
-        v_tile = load_rows(addresses(v, kv_row, C.HV, C.DV, True), has_key, C.HV, C.DV, True).to(dtype)  # [TILE, DV]
-        if C.ROWS == 1:
-            products = tl.sum(k_tile.to(tl.float32) * q_row, 1)  # [TILE]
-        else:
-            products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [ROWS, TILE]
+        k_row_scale, v_row_scale = 1.0, 1.0
         if C.QUANTIZED:
-            row_scale = tl.load(k_scale + kv_row, mask=has_key, other=0.0)  # [TILE]
-            products = products * (row_scale if C.ROWS == 1 else row_scale[None, :])
+            k_row_scale = tl.load(k_scale + kv_row, mask=has_key, other=0.0)  # [TILE]
             v_row_scale = tl.load(v_scale + kv_row, mask=has_key, other=0.0)
-            v_tile = (v_tile.to(tl.float32) * v_row_scale[:, None]).to(dtype)
-        scores = logits(products, C)
-        if C.ROWS == 1:
-            scores = tl.where(has_key, scores, float("-inf"))
-            lane_m, lane_l, lane_acc = _update_lanes(lane_m, lane_l, lane_acc, scores, v_tile.to(tl.float32))
+        if PAIRS:
+            m_i, l_i, acc_even, acc_odd = update_pairs(
+                m_i, l_i, acc_even, acc_odd, q_pairs, k, v, k_row_scale, v_row_scale, kv_row, dtype, C
+            )
         else:
-            scores = tl.where(has_key[None, :], scores, float("-inf"))
-            m_i, l_i, acc = _update(m_i, l_i, acc, scores, v_tile, dtype)
+            k_tile = load_rows(addresses(k, kv_row, C.H, C.D, True), has_key, C.H, C.D, True)  # [TILE, D]
+            v_tile = load_rows(addresses(v, kv_row, C.HV, C.DV, True), has_key, C.HV, C.DV, True)  # [TILE, DV]
+            if C.ROWS == 1:
+                lane_m, lane_l, lane_acc = _update_lanes(
+                    lane_m, lane_l, lane_acc, q_row, k_tile, v_tile, k_row_scale, v_row_scale, has_key, dtype, C
+                )
+            else:
+                products = tl.dot(q_tile, tl.trans(k_tile.to(dtype)), input_precision="ieee")  # [ROWS, TILE]
+                scores = tl.where(has_key[None, :], logits(products, C), float("-inf"))
+                m_i, l_i, acc = _update(m_i, l_i, acc, scores, v_tile.to(dtype), dtype)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc_even, acc_odd), (C.ROWS, C.DV))
     if C.ROWS == 1:
         m_i, l_i, acc = _merge_lanes(m_i, l_i, acc, lane_m, lane_l, lane_acc)
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
