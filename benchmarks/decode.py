@@ -11,6 +11,7 @@ result is first checked against float64 in its last row.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from typing import Any
@@ -33,9 +34,9 @@ PATTERNS = {
 }
 
 
-def loop(caches: list[sl.KVCache], tokens: jax.Array) -> tuple[tuple[jax.Array, ...], list[sl.KVCache]]:
-    """Steps over the last positions: tokens [n, 3, B, N, H] -> out [n, B, N, H] of each layer."""
-    count, _, batch = tokens.shape[:3]
+def loop(caches: list[sl.KVCache], tokens: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], list[sl.KVCache]]:
+    """Steps over the last positions: queries [n, B, N, H], keys and values -> out [n, B, N, H] of each layer."""
+    count, batch = tokens[0].shape[:2]
 
     def step(caches, token):
         position, (query, key, value) = token
@@ -46,22 +47,21 @@ def loop(caches: list[sl.KVCache], tokens: jax.Array) -> tuple[tuple[jax.Array, 
     return outs, caches
 
 
-def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
+def measured(name: str, seq_len: int, cache_dtype: str | None, options: argparse.Namespace) -> dict[str, Any]:
     """One cell of the table.
 
     Raises:
       AssertionError: the last step's result is not the pattern's row, computed in float64.
     """
-    shape = options.batch, seq_len, options.heads, options.head_size
+    shape = options.batch, seq_len, options.kv_heads, options.head_size
     (mask,), dtype = sl.as_masks(sl.preset(PATTERNS[name])), jnp.dtype(options.dtype)
     keys, values = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
-    sizes = {"batch": shape[0], "num_heads": shape[2], "head_size": shape[3], "dtype": dtype}
-    sizes |= {"implementation": options.implementation, "cache_dtype": options.cache_dtype}
+    sizes = {"batch": shape[0], "num_heads": options.heads, "num_kv_heads": shape[2], "head_size": shape[3]}
+    sizes |= {"dtype": dtype, "implementation": options.implementation, "cache_dtype": cache_dtype}
     empty = sl.KVCache.empty(mask, seq_len, **sizes)
     cache = jax.jit(sl.KVCache.filled)(empty, keys, values, jnp.full(shape[0], seq_len - options.steps))
-    queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], *shape[2:]), dtype)
-    last = [jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values)]
-    tokens = jnp.stack([queries, *last], axis=1)
+    queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], options.heads, shape[3]), dtype)
+    tokens = queries, *(jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values))
     caches = [cache] + [jax.tree.map(jnp.copy, cache) for _ in range(options.layers - 1)]
     run = jax.jit(loop, donate_argnums=0).lower(caches, tokens).compile()
     shapes = jax.eval_shape(lambda *x: x, cache, queries[0], jnp.full(shape[0], 0))
@@ -70,9 +70,9 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     facts = {"keys": cache.num_reads, "bytes": int(analysis["bytes accessed"]), "cache": cache.nbytes}
     outs, caches = jax.block_until_ready(run(caches, tokens))
     last_outs, k, v = [out[-1, 0] for out in outs], keys[0], values[0]
-    if options.cache_dtype is not None and isinstance(cache.keys[0], QuantizedRows):
+    if cache_dtype is not None and isinstance(cache.keys[0], QuantizedRows):
         facts["error"] = check(last_outs, queries[-1, 0], k, v, mask, dtype, None)
-        k, v = (dequantize(quantize(x, options.cache_dtype), jnp.float32) for x in (k, v))
+        k, v = (dequantize(quantize(x, cache_dtype), jnp.float32) for x in (k, v))
     check(last_outs, queries[-1, 0], k, v, mask, dtype)
     times, start = [], time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - start < options.seconds and len(times) < 25):
@@ -80,7 +80,7 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
         _, caches = jax.block_until_ready(run(caches, tokens))
         times.append(time.perf_counter() - before)
     us = statistics.median(times) / options.steps / options.layers * 1e6
-    return {"pattern": name, "T": seq_len, **facts, "us": us}
+    return {"pattern": name, "T": seq_len, "cache_dtype": cache_dtype, **facts, "us": us}
 
 
 def check(
@@ -94,12 +94,15 @@ def check(
 ) -> float:
     """Compares the last row [N, H] of each layer with float64; returns the error relative to the largest value.
 
+    Keys and values are [T, K, H].
+
     Raises:
       AssertionError: the error is above ``factor`` times the epsilon of the dtype, unless factor is None.
     """
     length = len(keys)
     allowed = np.flatnonzero(mask(np.array(length - 1), np.arange(length)))
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, keys[allowed], values[allowed]))
+    k, v = (np.repeat(x, len(q) // x.shape[1], axis=1) for x in (k, v))
     logits = np.einsum("nh,snh->ns", q, k) / np.sqrt(q.shape[-1])
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     want = np.einsum("ns,snh->nh", weights / weights.sum(-1, keepdims=True), v)
@@ -119,30 +122,35 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=256, help="in one compiled loop")
     parser.add_argument("--layers", type=int, default=8, help="caches that a step adds its token to")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
-    parser.add_argument("--cache-dtype", choices=["int8", "float8_e4m3fn"], help="of caches that keep all keys")
+    dtypes = {"nargs": "+", "default": ["dtype"], "choices": ["dtype", "int8", "float8_e4m3fn"]}
+    parser.add_argument("--cache-dtype", **dtypes, help="of caches that keep all keys; 'dtype' is that of --dtype")
     parser.add_argument("--implementation", choices=["triton", "xla"], help="who attends; default: that of KVCache")
     add_option(parser)
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    options.kv_heads = options.kv_heads or options.heads
     record = Record(options.record, jax.devices()[0].device_kind)
     record.say(
         f"{record.heading}\n"
-        f"B={options.batch} N={options.heads} H={options.head_size} {options.dtype}, {options.layers} layers\n\n"
+        f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_size} {options.dtype}, "
+        f"{options.layers} layers\n\n"
         f"| T = {', '.join(map(str, options.lengths))} | keys | MiB | MiB of cache | µs a layer |\n"
         "| --- | --- | --- | --- | --- |"
     )
-    for name in options.patterns:
-        rows = [measured(name, seq_len, options) for seq_len in options.lengths]
+    for name, kept in itertools.product(options.patterns, options.cache_dtype):
+        cache_dtype = None if kept == "dtype" else kept
+        rows = [measured(name, seq_len, cache_dtype, options) for seq_len in options.lengths]
         for row in rows:
             record.add(**row)
         sizes = [[f"{row[what] / 2**20:.1f}" for row in rows] for what in ("bytes", "cache")]
         cells = [[str(row["keys"]) for row in rows], *sizes, [f"{row['us']:.0f}" for row in rows]]
-        record.say(f"| {' | '.join([name, *map(', '.join, cells)])} |")
+        record.say(f"| {' | '.join([name if cache_dtype is None else f'{name}, {kept}', *map(', '.join, cells)])} |")
     record.write()
 
 
