@@ -1,4 +1,4 @@
-"""Selections on a GPU: blocks chosen at run time beside the same blocks as a mask, and choices of single queries.
+"""Selections on a GPU: blocks chosen at run time beside the same blocks as a mask, by single queries, and by 64.
 
     python -m benchmarks.selections --record selections.json
 
@@ -10,6 +10,10 @@ Second table: one batch entry, 16 query heads of 128; every query chooses 16 blo
 `top_k_blocks` of random scores: independent ones, or ones that change slowly from query to query, as a trained model's
 do. "union" is how many blocks 4 and 32 neighbouring queries choose together, as a multiple of 16. cuDNN is its causal
 attention over all keys. Milliseconds, and TFLOP/s in brackets, which count chosen (query, key) pairs in the past.
+
+Third table: one batch entry, T=109632, 24 heads of 128 without a mask, as in models of videos; every 64 queries choose
+64 random blocks of 64 keys, by ``--implementation`` and by 'triton'. Units are those of the second table. Only the
+last 512 queries choose the last 512 keys, so that these can be checked alone.
 
 Results are checked in the run that times them, and timed, as `benchmarks.gpu` says; with grouped heads out and dq only.
 """
@@ -29,6 +33,7 @@ from .contenders import Contender
 from .record import Record, add_option
 
 HEADS, SIZE, BLOCK, CHOSEN = 16, 128, 128, 16
+VIDEO_BLOCK, VIDEO_HEADS, VIDEO_CHOSEN = 64, 24, 64  # queries and keys of a block, heads, and choices of the third
 Timing = argparse.Namespace(groups=5, calls=10)
 
 
@@ -144,21 +149,55 @@ def of_queries(record: Record, options: argparse.Namespace) -> None:
                 record.say(f"| {' | '.join([*cells, *map(gpu.digits, dense_ms.values())])} |")
 
 
+def chosen_by_64(seq_len: int) -> np.ndarray:
+    """ids [T / 64, 64] of the blocks that 64 queries choose; the last 512 queries alone choose the last 512 keys."""
+    blocks, last = seq_len // VIDEO_BLOCK, gpu.CHUNK // VIDEO_BLOCK
+    scores = np.random.default_rng(0).random((blocks, blocks), np.float32)
+    scores[:-last, -last:] = 1
+    return np.argpartition(scores, VIDEO_CHOSEN, axis=1)[:, :VIDEO_CHOSEN].astype(np.int32)
+
+
+def of_video(record: Record, options: argparse.Namespace) -> None:
+    """The third table."""
+    seq_len = options.video_len
+    arrays, ids = gpu.inputs(seq_len, 1, VIDEO_HEADS, SIZE), chosen_by_64(seq_len)
+    table = np.zeros((seq_len // VIDEO_BLOCK,) * 2, np.int8)
+    np.put_along_axis(table, ids, 1, axis=1)
+    # "Causal" says here that the last queries alone see the last keys.
+    pattern = contenders.Pattern(
+        sl.Full(), lambda q, k, table: table[q // VIDEO_BLOCK, k // VIDEO_BLOCK] == 1, table, causal=True
+    )
+    exact, selection = gpu.Exact(pattern, arrays), selection_of(ids, 1, VIDEO_HEADS, VIDEO_BLOCK, VIDEO_BLOCK)
+    scale = 4 * SIZE * VIDEO_HEADS / 1e9 * seq_len * VIDEO_BLOCK * VIDEO_CHOSEN
+    record.say("| T | by | fwd | fwd+bwd |\n| --- | --- | --- | --- |")
+    for name in dict.fromkeys((options.implementation, "triton")):
+        contender = selected(sl.Full(), arrays, selection, name)
+        ms = times(record, f"T={seq_len}, {name}", exact, contender, False, table="video", by=name)
+        rates = zip(ms.values(), gpu.DIRECTIONS.values(), strict=True)
+        cells = [str(seq_len), f"`{name}`", *(f"{gpu.digits(x)} ({factor * scale / x:.0f})" for x, factor in rates)]
+        record.say(f"| {' | '.join(cells)} |")
+
+
+TABLES = {"blocks": of_blocks, "queries": of_queries, "video": of_video}
+
+
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default="triton", choices=sl.implementations())
+    parser.add_argument("--tables", nargs="+", default=[*TABLES], choices=TABLES)
     parser.add_argument("--seq-len", type=int, default=16384, help="of the first table")
     parser.add_argument("--lengths", nargs="*", type=int, default=[8192, 32768, 131072], help="of the second")
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 4, 8, 16], help="query heads of a key head")
     parser.add_argument("--blocks", nargs="+", type=int, default=[BLOCK, 64], help="keys in a block of the second")
     parser.add_argument("--choices", nargs="+", default=["agree", "independent"], choices=["agree", "independent"])
+    parser.add_argument("--video-len", type=int, default=109632, help="of the third")
     add_option(parser)
     options = parser.parse_args()
     record = Record(options.record, jax.devices()[0].device_kind)
     record.say(record.heading + "\n")
-    of_blocks(record, options)
-    of_queries(record, options)
+    for table in options.tables:
+        TABLES[table](record, options)
     record.write()
 
 

@@ -44,13 +44,14 @@ class Tiles(NamedTuple):
     strides: Any = None  # in elements, by default row-major
 
 
-def call(kernel, programs, inputs, outputs, constants, aliases=None, seed=0):
+def call(kernel, programs, inputs, outputs, constants, aliases=None, max_registers=None, seed=0):
     """Interprets a kernel wherever JAX computes: its parameters are the inputs, the outputs, and the constants.
 
     Args:
       inputs: arrays, or what has the attributes of `Tiles`.
       outputs: `jax.ShapeDtypeStruct`, or the same of such.
       aliases: of inputs that become outputs: number of the input to number of the output.
+      max_registers: not interpreted.
     """
     everything = [*inputs, *outputs]
     arrays = [value.array if hasattr(value, "block_shape") else value for value in everything]

@@ -307,14 +307,16 @@ def test_programs_without_work(launched, monkeypatch):
     assert found[len(found) // 2 :] == [NUM_WAVES * number for number in found[: len(found) // 2]]
 
 
-@pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 128), (64, 256), (128, 384)])
-def test_selections(launched, granularity, block):
-    options = {"heads": (4, 2), "sizes": (64, 64), "dtype": "bfloat16", "granularity": granularity, "block": block}
+@pytest.mark.parametrize(
+    ("granularity", "block", "size"), [(16, 128, 64), (64, 64, 128), (64, 128, 64), (128, 128, 64), (128, 384, 64)]
+)
+def test_selections(launched, granularity, block, size):
+    options = {"heads": (4, 2), "sizes": (size, size), "dtype": "bfloat16", "granularity": granularity, "block": block}
     case = SelectionCase("chosen", sl.Window(200, 100), 270, 300, **options)
     cases.check(case, case.call("hopper"))
     assert (
         {*launched} == {"hopper_forward_kernel", "hopper_backward_kernel"}
-        if block == 128
+        if block == 128 and granularity != 64
         else {"hopper_forward_kernel"}
     )
 
@@ -471,17 +473,21 @@ def test_gpus_and_dtypes_that_do_not_fit(monkeypatch):
     assert refused("float16") == "it needs compute capability 9.0, and this GPU has 8.6"
 
 
-@pytest.mark.parametrize("granularity", [16, 64, 128])
-def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granularity):
+@pytest.mark.parametrize(("granularity", "size"), [(16, 64), (64, 64), (64, 192), (128, 64)])
+def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granularity, size):
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     plan = sl.make_plan(sl.Causal(), 512, implementation="hopper")
     params = plan.fwd_params, plan.bwd_params
     call = Call(plan, (128, 128), (128, 128), params, 1.0, None)
-    q = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 512, 2, size), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, 512 // granularity, 2, 64), jnp.int32)
     selection = jax.eval_shape(functools.partial(sl.Selection, block=128, granularity=granularity), ids)
-    reason = hopper.not_preferred(call, Operands(q, q, q, selection=selection))
-    assert reason is None if granularity == 128 else "computes the blocks of all" in (reason or "")
+    operands = Operands(q, q, q, selection=selection)
+    reason = hopper.not_preferred(call, operands)
+    one_group = (granularity, size) == (64, 64)
+    assert reason is None if one_group or granularity == 128 else "computes the blocks of all" in (reason or "")
+    notes = " ".join(hopper.notes(call, operands))
+    assert ("Triton runs backward, because 64 queries select together" in notes) == one_group
 
 
 @pytest.mark.parametrize("columns", [32, 64])

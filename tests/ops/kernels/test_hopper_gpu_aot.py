@@ -56,7 +56,8 @@ class Recorded:
 class Case:
     """A call, both of whose passes are compiled; ``spills`` is how many bytes a thread may keep in local memory.
 
-    Where single queries choose blocks of ``chosen`` keys, the forward pass is plain Triton's.
+    Where single queries choose blocks of ``chosen`` keys, the forward pass is plain Triton's; where ``chosen_by`` is
+    64, the backward pass is.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     segments: bool = False
     order_ids: bool = False
     chosen: int = 0
+    chosen_by: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self):
@@ -115,6 +117,8 @@ CASES = [
     Case("chosen-128-64", sl.Causal(), 64, heads=(4, 2), chosen=128),
     Case("chosen-64-64", sl.Causal(), 64, chosen=64),
     Case("chosen-soft-cap", sl.Causal(), chosen=128, spills=700, options={"logits_soft_cap": 30.0}),
+    Case("chosen-by-64", sl.Causal(), heads=(4, 2), chosen=64, chosen_by=64, segments=True, options={"sinks": True}),
+    Case("chosen-by-64-64", sl.Causal(), 64, chosen=128, chosen_by=64, dtype="float16"),
 ]
 T = 4096
 GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
@@ -135,7 +139,7 @@ def exported(case, devices):
     def zero_outputs(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
         assert kernel.fn.__name__ in (
             "compact_kernel",
-            *(("kv_outer_kernel", "triton_forward_kernel") if case.chosen else ()),
+            *(("kv_outer_kernel", "triton_forward_kernel") if case.chosen_by == 1 else ("dq_kernel", "dkv_kernel")),
         )
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
@@ -148,7 +152,8 @@ def exported(case, devices):
         if case.order_ids:
             options["order_ids"] = ids
         if case.chosen:
-            options["selection"] = sl.Selection(ids[:, :, None, None] % 8 + np.arange(8), block=case.chosen)
+            ids = ids[:, :: case.chosen_by, None, None] % 8 + np.arange(8)
+            options["selection"] = sl.Selection(ids, block=case.chosen, granularity=case.chosen_by)
         return sl.block_sparse_attention(q, k, v, case.mask, implementation="hopper", **options).astype("float32").sum()
 
     whole = bridge.compiled
@@ -173,7 +178,9 @@ def test_compiles_without_spills_or_hazards(case):
     _, _, kernels = exported(case, 1)
     sizes = settings.padded_head_sizes(case.size, case.value_size or case.size)
     backward = "hopper_wide_backward_kernel" if settings.is_wide(sizes) else "hopper_backward_kernel"
-    assert kernels.keys() == ({"query_gather_kernel"} if case.chosen else {"hopper_forward_kernel", backward})
+    one_group = case.chosen_by == settings.GROUP_ROWS
+    chosen = {"hopper_forward_kernel"} if one_group else {"query_gather_kernel"}
+    assert kernels.keys() == (chosen if case.chosen else {"hopper_forward_kernel", backward})
     for name, made in kernels.items():
         for kernel in made:
             found = resources(kernel.ptx)
@@ -182,10 +189,14 @@ def test_compiles_without_spills_or_hazards(case):
             part = name.removeprefix("hopper_").removeprefix("wide_").removesuffix("_kernel")
             larger = part == "backward" and not case.options.get("scale")
             queries = settings.STEP_QUERIES[sizes.query_key] if larger else settings.GROUP_ROWS
-            of = sizes, settings.tile_keys(case.chosen or 128, sizes.query_key), queries
-            least = settings.shared_memory_bytes(part, settings.num_stages(part, *of), *of)
-            assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
-            assert kernel.num_warps == 12
+            of = sizes, settings.tile_keys(case.chosen or 128, sizes.query_key, one_group), queries
+            layout, available = part + "_one_group" * one_group, settings.SHARED_MEMORY
+            if one_group:
+                available = settings.HALF_SHARED_MEMORY
+                assert found.registers == settings.ONE_GROUP_REGISTERS
+            least = settings.shared_memory_bytes(layout, settings.num_stages(layout, *of), *of)
+            assert least <= kernel.shared <= least + 1024 <= available
+            assert kernel.num_warps == (8 if one_group else 12)
             if name == "hopper_wide_backward_kernel":  # dv or dk, and half of dq
                 assert {loop[-3:] for loop in overlap(found.sass)} == {("4 rs", "4 ss", "wait 0")}
             else:  # Scores and the product before are in flight together, in all loops, of both groups.
@@ -193,7 +204,8 @@ def test_compiles_without_spills_or_hazards(case):
                 second = f"{of[1] // 16} rs" if part == "forward" else f"{case.size // 16} ss"
                 loops = {loop[: len(scores) + 2] for loop in overlap(found.sass)}
                 assert loops == {(*scores, second, "wait 1")}
-            if case.chosen:  # 128 threads copy q and dout, 16 bytes each at a time, and all add four numbers to dq
+            if name == "query_gather_kernel":
+                # 128 threads copy q and dout, 16 bytes each at a time, and all add four numbers to dq.
                 assert found.sass.count("LDGSTS.E.BYPASS.128 ") >= 2 * settings.GROUP_ROWS * case.size * 2 // (128 * 16)
                 assert {*re.findall(r"REDG\.E\.(\w+\.\w+)", found.sass)} == {"ADD.F32x4"}
 

@@ -281,9 +281,24 @@ CALLS = [
     Call(
         "selected-by-64",
         sl.Causal(),
+        "hopper: triton compact + hopper forward"
+        " | triton compact + triton dq + triton dkv (split lists) + triton dkv (merges splits)",
+        selected_by=64,
+    ),
+    Call(
+        "selected-by-64-blocks-of-128",
+        sl.Causal(),
+        "hopper: triton compact + hopper forward | triton compact + triton dq + triton dkv",
+        selected_by=64,
+        block=128,
+    ),
+    Call(
+        "selected-by-64-192",
+        sl.Causal(),
         "triton: triton compact + triton forward"
         " | triton compact + triton dq + triton dkv (split lists) + triton dkv (merges splits)",
         selected_by=64,
+        size=192,
     ),
     Call(
         "selected-by-128",

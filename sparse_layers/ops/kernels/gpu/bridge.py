@@ -199,15 +199,18 @@ def call_gluon(
     outputs: Sequence[Any],
     constants: Mapping[str, Any],
     aliases: Mapping[int, int] | None = None,
+    max_registers: int | None = None,
 ) -> Sequence[jax.Array]:
     """Runs a Gluon kernel whose parameters are the inputs, the outputs, and the constants.
 
     Inputs and outputs are arrays, or each a `TensorDescriptor` of one. ``aliases`` maps an input to the output that
-    takes its memory, both by index; the kernel gets both pointers.
+    takes its memory, both by index; the kernel gets both pointers. Threads start with at most ``max_registers``
+    registers, so that several programs fit a multiprocessor; None lets one program have all.
     """
     arrays, results = ([x.array if isinstance(x, TensorDescriptor) else x for x in xs] for xs in (inputs, outputs))
     parameters = [*inputs, *outputs]
-    return _launch(kernel, (programs,), arrays, parameters, results, constants, {"num_warps": 4}, aliases or {})
+    options = {"num_warps": 4} | ({} if max_registers is None else {"maxnreg": max_registers})
+    return _launch(kernel, (programs,), arrays, parameters, results, constants, options, aliases or {})
 
 
 def compile_kernel(

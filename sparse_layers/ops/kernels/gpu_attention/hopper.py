@@ -28,11 +28,11 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
 
     Plain Triton may compute the whole forward pass anyway, or fewer products.
     """
-    from ..hopper_gpu import settings
+    from ..hopper_gpu import launch, settings
     from .route import query_gather_unsupported, route
 
     selection = operands.selection
-    if selection is not None and selection.granularity < settings.TILE_ROWS:
+    if selection is not None and selection.granularity < settings.TILE_ROWS and not launch.has_one_group(operands):
         gather_reason = query_gather_unsupported(call, operands)
         if gather_reason is None:
             return None

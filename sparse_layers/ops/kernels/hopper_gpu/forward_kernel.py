@@ -3,7 +3,8 @@
 **Persistent programs.** One program runs on each multiprocessor and works through a queue of work tiles: a query head
 and a block of 128 queries each.
 **Warp specialization.** One warp, the producer, loads tiles of q, k and v with TMA. Two groups of
-four warps compute 64 queries each.
+four warps compute 64 queries each. Where 64 queries select blocks together, a work tile has these, a program has one
+group, and two programs run on each multiprocessor.
 **Lists, not patterns.** The producer walks the block list of a work tile. Full blocks come first, so that the loop over
 them evaluates no mask.
 **Two products in flight.** The tensor cores multiply the scores of one step and p @ v of the step before, while the
@@ -94,6 +95,7 @@ class ForwardConstants(NamedTuple):
     N: int  # keys of a step; a block of the lists has one or more steps
     Q_STAGES: int  # of the ring of q tiles
     KV_STAGES: int  # of the ring of k and v tiles
+    OUT_REPLACES_Q: bool  # True if out leaves through the only tile of q; results of an earlier pass would overwrite it
     HAS_SINKS: bool  # True if there are sinks
     HAS_EARLIER: bool  # True if there are results of an earlier pass
 
@@ -181,6 +183,17 @@ def _load_kv(desc, desc2, batch, row, kv_head, ready, buffer, KV: gl.constexpr, 
 
 
 @gluon.jit
+def _load_q(descs, buffers, ready, free, iteration, batch, q_block, head, A: gl.constexpr, Q: gl.constexpr,
+            F: gl.constexpr):  # fmt: skip
+    """Starts to load q of a work tile, one tile for each group."""
+    for group in gl.static_range(Q.BLOCK // GROUP_ROWS):
+        q_stage = iteration % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + group
+        mbarrier.wait(free.q.index(q_stage), (iteration // F.Q_STAGES & 1) ^ 1)
+        q_row = q_block * Q.BLOCK + group * GROUP_ROWS
+        expect_tile(descs.q, batch, q_row, head, ready.q.index(q_stage), buffers.q.index(q_stage), Q, A.D)
+
+
+@gluon.jit
 def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Loads q, k and v in the order in which the groups need them."""
@@ -194,15 +207,14 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
         first, first_partial, end = load_span(lists.spans, batch, head, q_block, L)
-        for group in gl.static_range(Q.BLOCK // GROUP_ROWS):
-            q_stage = iteration % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + group
-            mbarrier.wait(free.q.index(q_stage), (iteration // F.Q_STAGES & 1) ^ 1)
-            q_row = q_block * Q.BLOCK + group * GROUP_ROWS
-            expect_tile(descs.q, batch, q_row, head, ready.q.index(q_stage), buffers.q.index(q_stage), Q, A.D)
+        if not F.OUT_REPLACES_Q:
+            _load_q(descs, buffers, ready, free, iteration, batch, q_block, head, A, Q, F)
         mask_tile = gl.load(lists.mask_tiles + first, mask=end > first, other=-1)
         # Entries of the list -> steps.
         first, first_partial, end = first * STEPS_PER_BLOCK, first_partial * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK
         _write_queue(queue, iteration, (work_tile, first, first_partial, end, mask_tile))
+        if F.OUT_REPLACES_Q:  # groups read the queue before they free the tile
+            _load_q(descs, buffers, ready, free, iteration, batch, q_block, head, A, Q, F)
         iteration += 1
         # A group needs values a step later than keys: with the keys of a step come the values of the step before.
         v_row = 0
@@ -447,7 +459,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
                                                  free, lists, row_in_tile, batch, q_ids, A, Q, KV, L, F, True,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
-            if F.Q_STAGES == 1:
+            if F.Q_STAGES == 1 and not F.OUT_REPLACES_Q:
                 _reuse_q_tile(GROUP, descs, buffers, ready, free, batch, pass_head, q_block, A, Q, F)
             stage = pipeline_step % F.KV_STAGES
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
@@ -459,7 +471,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             pipeline_step += 1
         if F.Q_STAGES > 1:
             mbarrier.arrive(free.q.index(q_stage), count=1)
-        elif end <= first:
+        elif end <= first and not F.OUT_REPLACES_Q:
             _reuse_q_tile(GROUP, descs, buffers, ready, free, batch, pass_head, q_block, A, Q, F)
         accs = _add_earlier_outs(GROUP, acc, m_i, initial_m_i, descs, buffers, ready, free, iteration & 1, A, F)
         iteration += 1
@@ -470,6 +482,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         l_i = gl.where(is_empty, 1.0, l_i)
         gl.store(rows.lse + lse_index, gl.where(is_empty, float("-inf"), (m_i + gl.log2(l_i)) * LN_2))
         _store_out(GROUP, accs, 1.0 / l_i, descs, out_tile, batch, pass_head, q_block, A, Q)
+        if F.OUT_REPLACES_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(free.q.index(q_stage), count=1)
         work_tile, span, mask_words, initial_m_i = next_work_tile
     tma.store_wait(0)
 
@@ -506,7 +521,10 @@ def hopper_forward_kernel(
     """Computes out, rounded, and lse of this program's work tiles."""
     GROUPS: gl.constexpr = Q.BLOCK // GROUP_ROWS
     descs = Descriptors(q=q, k=k, v=v, k2=k2, v2=v2, earlier_out=earlier_out, out=out)
-    q_buffer, out_buffer = allocate_buffers(q, F.Q_STAGES * GROUPS), allocate_buffers(out, GROUPS)
+    q_buffer = allocate_buffers(q, F.Q_STAGES * GROUPS)
+    out_buffer = q_buffer
+    if not F.OUT_REPLACES_Q:
+        out_buffer = allocate_buffers(out, GROUPS)
     buffers = Buffers(
         q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
         k=allocate_buffers(k, F.KV_STAGES),  # [KV_STAGES, N, D]
@@ -522,12 +540,22 @@ def hopper_forward_kernel(
     fence_async_shared()
     lists = HopperBlockLists(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
-            (_consumer, (1, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
-            (_producer, (descs, buffers, ready, free, queue, schedule, lists, A, Q, KV, KV2, L, F)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
+                (_producer, (descs, buffers, ready, free, queue, schedule, lists, A, Q, KV, KV2, L, F)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
+                (_consumer, (1, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
+                (_producer, (descs, buffers, ready, free, queue, schedule, lists, A, Q, KV, KV2, L, F)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

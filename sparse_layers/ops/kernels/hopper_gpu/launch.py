@@ -21,6 +21,7 @@ from ..gpu.lists import PassLists, RowTiling, build_pass_lists, pack_mask_bits
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, varying_like
 from ..gpu.splits import MIN_STEPS
 from ..numerics import merge_by_lse
+from ..operands import Operands
 from . import settings, views
 from .backward_kernel import BackwardConstants, hopper_backward_kernel
 from .forward_kernel import ForwardConstants, hopper_forward_kernel
@@ -96,10 +97,18 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         return f"the Hopper kernels have no setting but q_blocksize and kv_blocksize, got {params}"
     if direction == "backward" and group_pass.call.params[1].deterministic:
         return "the Hopper backward kernel adds to dq in any order, which BwdParams(deterministic=True) rules out"
+    one_group = has_one_group(operands)
+    if direction == "backward" and one_group:
+        # 109,632 tokens, 64 blocks of 64 keys for 64 queries, 24 heads of 128, on an H200: 40.6 ms with one group a
+        # program, 39.2 by Triton. Without the additions it took 15 ms less.
+        return (
+            "64 queries select together, and a kernel that adds 64 rows of dq in L2 for each selected block takes "
+            "longer than two Triton kernels"
+        )
     rows, block = _block_shape(group_pass, direction)
     rows_held, walked = (rows, block) if direction == "forward" else (block, rows)
     fills_tiles = walked % settings.TILE_ROWS == 0 or (direction == "forward" and walked in settings.STEP_KEYS)
-    if rows_held != settings.TILE_ROWS or not fills_tiles:
+    if rows_held != (settings.GROUP_ROWS if one_group else settings.TILE_ROWS) or not fills_tiles:
         needed = "forward kernel takes blocks of 128 queries and 64 or a multiple of 128 keys"
         if direction == "backward":
             needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
@@ -111,7 +120,7 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         return "the Hopper forward kernel takes passes over all queries, and this one is over some"
     for order, number in (
         (group_pass.q_order, _tile_queries(group_pass, direction)),
-        (group_pass.kv_order, settings.tile_keys(block, _head_sizes(group_pass).query_key)),
+        (group_pass.kv_order, settings.tile_keys(block, _head_sizes(group_pass).query_key, one_group)),
     ):
         if _box_view(group_pass, order, number) is None:
             return f"a TMA descriptor cannot address the rows of {order}"
@@ -122,6 +131,12 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
             "kernel splits no lists"
         )
     return None
+
+
+def has_one_group(operands: Operands) -> bool:
+    """True if a program of the forward kernel has one group: 64 queries select blocks, and heads are 128 at most."""
+    selection, size = operands.selection, max(operands.query.shape[-1], operands.value.shape[-1])
+    return selection is not None and selection.granularity == settings.GROUP_ROWS and size <= settings.OUT_COLUMNS
 
 
 def can_fuse(group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
@@ -145,7 +160,8 @@ def forward(
         out, lse = merge_by_lse((out, lse), forward(group_pass, None, None, True).by_token())
         return PassResults(natural, (out, lse.swapaxes(1, 2)))
     prepared, sizes = _prepare(group_pass, "forward"), _head_sizes(group_pass)
-    order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile, sizes.query_key)
+    one_group = has_one_group(group_pass.operands)
+    order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile, sizes.query_key, one_group)
     kv_order = (group_pass.fused_with or group_pass).kv_order  # of the second pass
     kv_view2 = views.rows_view(kv_order, prepared.kv.tile)
     kv_view2 = kv_view2._replace(ROWS=0) if group_pass.fused_with is None else kv_view2
@@ -166,13 +182,19 @@ def forward(
         unused if earlier is None else _by_row(earlier.arrays[1], prepared.q, 0.0),
     ]
     forward_constants = ForwardConstants(
-        keys, settings.Q_STAGES[sizes.query_key], prepared.stages, sinks is not None, earlier is not None
+        keys,
+        1 if one_group else settings.Q_STAGES[sizes.query_key],
+        prepared.stages,
+        one_group,
+        sinks is not None,
+        earlier is not None,
     )
     results, constants = (
         [_descriptor(out, order, prepared.tile_queries, out_columns), lse],
         {"KV2": kv_view2, "F": forward_constants},
     )
-    out, lse = _launch(group_pass, hopper_forward_kernel, prepared, inputs, results, constants, {})
+    registers = settings.ONE_GROUP_REGISTERS if one_group else None
+    out, lse = _launch(group_pass, hopper_forward_kernel, prepared, inputs, results, constants, {}, registers)
     lse = lse.swapaxes(1, 2)
     lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
     return PassResults(natural, (out, lse.swapaxes(1, 2)))
@@ -250,7 +272,8 @@ def dqkv(
 def _block_shape(group_pass: GroupPass, direction: str) -> tuple[int, int]:
     """Returns (bq, bkv), the block shape of the lists that these kernels walk."""
     if (selection := group_pass.operands.selection) is not None:
-        return min(settings.TILE_ROWS, MAX_QUERY_GROUPS * selection.granularity), selection.block
+        rows = settings.GROUP_ROWS if has_one_group(group_pass.operands) else settings.TILE_ROWS
+        return min(rows, MAX_QUERY_GROUPS * selection.granularity), selection.block
     return group_pass.block_shape(transposed=direction == "backward")
 
 
@@ -344,13 +367,14 @@ def _is_skewed(group_pass: GroupPass) -> bool:
 
 def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     multiprocessors, sizes = hardware.local_gpu().multiprocessors, _head_sizes(group_pass)
+    one_group = has_one_group(group_pass.operands)
     transposed, batch = direction == "backward", group_pass.operands.query.shape[0]
     q, kv, pass_lists, steps, steps_before = _lists(group_pass, direction)
     lists = pass_lists.block_lists
     if transposed:
         schedule, splits = _order_backward_tiles(group_pass, kv, lists, steps, steps_before)
     else:
-        schedule, splits = build_schedule(steps, batch, multiprocessors), None
+        schedule, splits = build_schedule(steps, batch, multiprocessors * (1 + one_group)), None
         schedule = split_into_waves(schedule) if group_pass.call.exchanges_queries else schedule
     sides = zip(group_pass.ids, (q, kv), (-2, -1), strict=True)
     ids = [lists.spans if x is None else _by_row(x, side, padding) for x, side, padding in sides]
@@ -373,9 +397,9 @@ def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     )
     row_views = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
     tile_queries = _tile_queries(group_pass, direction)
-    stages = settings.num_stages(
-        "backward" if transposed else "forward", sizes, settings.tile_keys(kv.tile, sizes.query_key), tile_queries
-    )
+    keys = settings.tile_keys(kv.tile, sizes.query_key, one_group)
+    kernel = "backward" if transposed else "forward_one_group" if one_group else "forward"
+    stages = settings.num_stages(kernel, sizes, keys, tile_queries)
     constants = {"A": array_shapes(group_pass, sizes), **row_views, "L": list_shapes}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     programs = schedule.shape[-1] * (_programs_per_tile(kv, sizes) if transposed else 1)
@@ -437,7 +461,8 @@ def _order_backward_tiles(
 
 
 def _launch(
-    group_pass: GroupPass, kernel, prepared: _PreparedLaunch, inputs, outputs, constants, aliases
+    group_pass: GroupPass, kernel, prepared: _PreparedLaunch, inputs, outputs, constants, aliases, registers=None
 ) -> list[jax.Array]:
-    results = bridge.call_gluon(kernel, prepared.programs, inputs, outputs, prepared.constants | constants, aliases)
+    constants = prepared.constants | constants
+    results = bridge.call_gluon(kernel, prepared.programs, inputs, outputs, constants, aliases, registers)
     return [varying_like(group_pass.operands.query, x) for x in results]

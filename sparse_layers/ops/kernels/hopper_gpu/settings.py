@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 # Bytes of shared memory of one program, on a multiprocessor of compute capability 9.0.
 SHARED_MEMORY = 232448
+# The same of each of two programs, less the 1024 bytes that the GPU takes for each. Two programs of one group run on a
+# multiprocessor: their 256 threads start with ONE_GROUP_REGISTERS, and those of a consumer then have 232.
+HALF_SHARED_MEMORY, ONE_GROUP_REGISTERS = (SHARED_MEMORY + 1024) // 2 - 1024, 128
 # Rows of the tile that a program holds, and of each group of four warps. At head size 64 the forward kernel could hold
 # 192 queries, with three groups. On an H200 that took as long for causal attention, and 1.35 to 2.6 times as long for
 # windows, documents and random blocks.
@@ -53,9 +56,9 @@ def is_wide(sizes: PaddedSizes) -> bool:
     return sizes.query_key > OUT_COLUMNS
 
 
-def tile_keys(block: int, size: int) -> int:
+def tile_keys(block: int, size: int, one_group: bool = False) -> int:
     """Keys of a tile; a block of the lists has one or more tiles. ``size`` is the head size of q and k, rounded up."""
-    return min(block, WIDE_TILE_KEYS if size > OUT_COLUMNS else TILE_ROWS)
+    return min(block, WIDE_TILE_KEYS if size > OUT_COLUMNS else GROUP_ROWS if one_group else TILE_ROWS)
 
 
 def padded_head_sizes(query_key: int, value: int) -> PaddedSizes:
@@ -70,13 +73,15 @@ def shared_memory_bytes(kernel: str, stages: int, sizes: PaddedSizes, block: int
     """Bytes of shared memory without barriers, which take fewer than 1024.
 
     Args:
-      kernel: "forward", "backward" or "query_gather".
+      kernel: "forward", "forward_one_group", "backward" or "query_gather".
       stages: stages of k and v in the forward kernel, of q and dout in the others.
       sizes: head sizes.
       block: keys of a tile.
       queries: queries of a step in the kernels other than "forward".
     """
     size, row = sizes.query_key, sizes.query_key + sizes.value  # of q or k, and with dout or v
+    if kernel == "forward_one_group":  # out takes the place of q
+        return 2 * (GROUP_ROWS * size + stages * block * row)
     if kernel == "forward":
         q_out = TILE_ROWS * (Q_STAGES[size] * size + min(sizes.value, OUT_COLUMNS))
         return 2 * (q_out + stages * block * row)
@@ -92,9 +97,10 @@ def shared_memory_bytes(kernel: str, stages: int, sizes: PaddedSizes, block: int
 
 def num_stages(kernel: str, sizes: PaddedSizes, block: int, queries: int = GROUP_ROWS) -> int:
     """Number of stages that fit in shared memory; see `shared_memory_bytes` for the arguments."""
+    available = HALF_SHARED_MEMORY if kernel == "forward_one_group" else SHARED_MEMORY
     for stages in range(MAX_STAGES, 1, -1):
         if kernel == "query_gather" and block == GROUP_ROWS and stages % 2:
             continue  # two groups alternate, and each has half of the stages
-        if shared_memory_bytes(kernel, stages, sizes, block, queries) + 1024 <= SHARED_MEMORY:
+        if shared_memory_bytes(kernel, stages, sizes, block, queries) + 1024 <= available:
             return stages
     raise AssertionError(f"{kernel} fits with no number of stages at head sizes {sizes}")
