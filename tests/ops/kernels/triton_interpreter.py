@@ -53,7 +53,7 @@ def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_pla
 
 def run(kernel, grid, outputs, constants, *arrays, in_place=()):
     """The outputs of a kernel as numpy arrays, and copies of the arrays that it changes."""
-    function, names = interpreted(kernel), kernel.arg_names
+    function, names = interpreted(kernel), [name for name in kernel.arg_names if name not in constants]
     with LOCK, np.errstate(all="ignore"):  # infinities and NaNs are as welcome as on a GPU
         inputs = [np.array(x) if i in in_place else np.ascontiguousarray(x) for i, x in enumerate(arrays)]
         results = [np.full(output.shape, poison(output.dtype), output.dtype) for output in outputs]
@@ -220,6 +220,8 @@ def assembled(asm, constraints, args, dtype, is_pure, pack):
     several = isinstance(dtype, tuple | tl.tuple)
     dtypes = tuple(dtype) if several else (dtype,)
     asm = asm.value if isinstance(asm, tl.constexpr) else asm
+    if asm == "ld.global.nc.f32 $0, [$1];":
+        return Tensor(MACHINE.create_load(args[0].handle), block_type(dtype, args[0].handle.data.shape))
     data = triton_asm.elementwise(asm, [x.handle.data for x in args], [NUMPY_TYPES[x] for x in dtypes], pack)
     results = [Tensor(Handle(x, dtype), block_type(dtype, x.shape)) for x, dtype in zip(data, dtypes, strict=True)]
     return tuple(results) if several else results[0]

@@ -195,10 +195,19 @@ class Machine(stock.InterpreterBuilder):
             where = buffer.element(index.flat[lost.argmax()])
             raise self.bug(f"conflict: two lanes of a store disagree about {where}")
 
+    def create_atomic_rmw(self, operation, pointers, value, mask, *_):
+        """Adds in place. What was there before depends on the order of programs: it is poison."""
+        buffer, index = self.locate("adds to", pointers, mask.data)
+        if operation != stock._ir.ATOMIC_OP.FADD or not buffer.given:
+            self.refuse_atomic()
+        np.add.at(buffer.elements, index, np.where(mask.data, value.data, 0))
+        element = pointers.dtype.element_ty
+        return Handle(np.full(index.shape, poison(NUMPY_TYPES[element]), NUMPY_TYPES[element]), element)
+
     def refuse_atomic(self, *_):
         raise self.bug("atomic operations: their order is not fixed, so neither is a sum's rounding")
 
-    create_atomic_rmw = create_atomic_cas = create_atomic_load = create_atomic_store = refuse_atomic
+    create_atomic_cas = create_atomic_load = create_atomic_store = refuse_atomic
 
     # Types
 

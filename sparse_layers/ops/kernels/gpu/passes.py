@@ -15,6 +15,7 @@ from ...planning.plan import Pass
 from ...planning.row_orders import Axis, RowOrder
 from ...planning.selection import Selection
 from ..call import Call
+from ..distance_bias import has_bias
 from ..operands import Operands, stacked_ids
 from ..pass_blocks import row_orders
 from .lists import PassLists, RowTiling, mark_overhang_partial, pack_mask_bits
@@ -99,7 +100,7 @@ class GroupPass:
         A few queries select fewer blocks than many do, so tiles are filled with their heads (PackGQA).
         """
         selection = self.operands.selection
-        if selection is None:
+        if selection is None or has_bias(self.operands):  # a bias differs by head
             return 1
         heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, selection.ids))
         masks = self.operands.mask if self.call.plan is None else self.call.plan.masks

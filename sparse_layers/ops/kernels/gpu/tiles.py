@@ -36,6 +36,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # --- constants of a kernel's compilation -----------------------------------------------------------------------------
 
 
+class BiasConstants(NamedTuple):
+    """The static part of a bias by distance."""
+
+    EXISTS: bool
+    LENGTH: int  # entries of the table of a head, with PADDING; 0 for no table
+    CENTER: int  # the index of distance 0
+    PADDING: int  # copies of the first entry before it, and of the last one behind it; twice the rows of a tile
+    SLOPES: bool  # True if there are slopes
+    UNIT: float  # factor by which table and slopes are multiplied: logits to base 2, or what a soft cap takes
+
+
 class ArrayShapes(NamedTuple):
     """Shapes of the op's arrays, heads of the pass, and the scaling of scores."""
 
@@ -55,6 +66,7 @@ class ArrayShapes(NamedTuple):
     PASS_HEADS: int  # number of these heads
     WIDE: bool  # True if offsets into an array need 64 bits
     NUM_IDS: int  # ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too
+    BIAS: BiasConstants
 
 
 class RowOrderConstants(NamedTuple):
@@ -171,6 +183,7 @@ class StepRows(NamedTuple):
     """The inner rows of a step, [TILE] each; of gathered rows ``entry``, too."""
 
     entry: Any  # index of the entry in the list
+    block: Any  # number of the block; of gathered rows 0
     tile: Any  # index of the tile in the block
     row_in_block: Any  # of gathered rows: from the beginning of the list
     row: Any
@@ -260,13 +273,14 @@ def load_step_rows(lists, step, num_entries, X: tl.constexpr):
     if X.GATHERED:
         position = step * X.TILE + column
         entry = tl.minimum(position // X.PACK, num_entries - 1)
-        return StepRows(entry, 0, position, tl.load(lists.entries + entry), position < num_entries * X.PACK)
+        return StepRows(entry, 0, 0, position, tl.load(lists.entries + entry), position < num_entries * X.PACK)
     else:
         entry, tile = step // X.TILES, step % X.TILES
         row_in_block = tile * X.TILE + column
-        row = tl.load(lists.entries + entry) * X.BLOCK + row_in_block // X.PACK
+        block = tl.load(lists.entries + entry)
+        row = block * X.BLOCK + row_in_block // X.PACK
         exists = (row < X.ROWS) & (row_in_block < X.BLOCK * X.PACK)
-        return StepRows(entry, tile, row_in_block, row, exists)
+        return StepRows(entry, block, tile, row_in_block, row, exists)
 
 
 # --- rows and tokens -------------------------------------------------------------------------------------------------

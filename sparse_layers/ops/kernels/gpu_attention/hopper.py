@@ -64,7 +64,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @differentiable_once("hopper")
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Returns gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    """Returns gradients by name, in the operands' dtypes; see `xla.backward` for the arguments."""
     from . import run
 
-    return Gradients(*run.backward("hopper", call, operands, lse, delta, dout))
+    return run.backward("hopper", call, operands, lse, delta, dout)

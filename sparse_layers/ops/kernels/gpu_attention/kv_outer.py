@@ -23,7 +23,7 @@ from ...planning.selection import Selection
 from ..call import Call
 from ..gpu.hardware import padded_size
 from ..gpu.passes import BackwardInputs, GroupPass, SelectedRows, varying_like
-from ..operands import Operands
+from ..operands import Gradients, Operands
 from ..pass_blocks import state_table_of
 from ..triton_gpu import kv_outer
 from ..triton_gpu.launch import FULL_TILE
@@ -93,7 +93,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(engine: str, call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
-    """Returns (dq, dk, dv) in the dtypes of query, key and value; lse and delta are [B, T, N], dout [B, T, N, Hv]."""
+    """Returns gradients in the dtypes of query, key and value; lse and delta are [B, T, N], dout [B, T, N, Hv]."""
     key, value = operands.key, operands.value
     kernels, make_rows = kv_outer, SelectedRows
     if engine == "hopper":
@@ -109,7 +109,7 @@ def backward(engine: str, call: Call, operands: Operands, lse: jax.Array, delta:
         return dkv, (dq,)
 
     (dk, dv), (dq,) = _scan_query_chunks(add, call, operands, (lse, delta, dout), make_rows, kernels)
-    return dq, dk.astype(key.dtype), dv.astype(value.dtype)
+    return Gradients(dq, dk.astype(key.dtype), dv.astype(value.dtype))
 
 
 def _scan_query_chunks(

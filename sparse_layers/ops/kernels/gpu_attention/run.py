@@ -17,9 +17,9 @@ from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..gpu import bridge
 from ..gpu.hardware import MAX_BATCH_ENTRIES
-from ..gpu.passes import BackwardInputs, PassResults
+from ..gpu.passes import BackwardInputs, PassResults, varying_like
 from ..numerics import base_2_sinks, merge_by_lse
-from ..operands import Operands
+from ..operands import Gradients, Operands
 from ..pass_blocks import join_heads
 from ..transforms import vmap_as_batch
 from ..triton_gpu import launch as triton
@@ -32,10 +32,8 @@ def forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Ar
     return vmap_as_batch(functools.partial(_forward, implementation, call), MAX_BATCH_ENTRIES, operands)
 
 
-def backward(
-    implementation: str, call: Call, operands: Operands, *by_query: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dq, dk, dv) in the dtypes of query, key and value; ``by_query`` are lse, delta and dout."""
+def backward(implementation: str, call: Call, operands: Operands, *by_query: jax.Array) -> Gradients:
+    """Returns gradients by name, in the operands' dtypes; ``by_query`` are lse, delta and dout."""
     return vmap_as_batch(functools.partial(_backward, implementation, call), MAX_BATCH_ENTRIES, operands, *by_query)
 
 
@@ -54,10 +52,10 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
 
 def _backward(
     implementation: str, call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    query, key, value = operands.query, operands.key, operands.value
-    if not query.size:
-        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+) -> Gradients:
+    if not operands.query.size:
+        arrays = operands.query, operands.key, operands.value, operands.bias_table
+        return Gradients(*(None if x is None else jnp.zeros_like(x) for x in arrays))
     args, call_route = (_mark_padding(operands), lse, delta, dout), route(implementation, call, operands)
     run_q_outer, kv_outer_launch = functools.partial(_run_backward, call_route), call_route.kv_outer_backward
     if kv_outer_launch is None:
@@ -134,11 +132,12 @@ def _launch_forward(
 
 def _run_backward(
     planned: Route, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    query, key, value = operands.query, operands.key, operands.value
+) -> Gradients:
+    query, key, value, table = operands.query, operands.key, operands.value, operands.bias_table
     inputs = BackwardInputs(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     dqs: list[PassResults | None] = [None] * len(planned.groups)
     dkv: PassResults | None = None
+    dtable = None if table is None else varying_like(query, jnp.zeros_like(table))
     for launch in planned.backward:
         group_pass, head_group = launch.group_pass.bind(operands), launch.head_group
         if launch.kernel == "dkv":
@@ -146,7 +145,9 @@ def _run_backward(
             dkv = dkv_of_launch if dkv is None or launch.accumulates else dkv.add(dkv_of_launch)
             continue
         earlier = dqs[head_group]
-        dq, dkv_of_launch = _launch_dq(launch, group_pass, inputs, earlier if launch.accumulates else None, dkv)
+        earlier_dq = earlier if launch.accumulates else None
+        dq, dkv_of_launch, dtable_of_launch = _launch_dq(launch, group_pass, inputs, earlier_dq, dkv)
+        dtable = dtable if dtable_of_launch is None else dtable + dtable_of_launch
         dqs[head_group] = dq if earlier is None or launch.accumulates else earlier.add(dq)
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
     dq_groups = [
@@ -154,12 +155,13 @@ def _run_backward(
         for heads, dq in zip(planned.groups, dqs, strict=True)
     ]
     dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if dkv is None else dkv.by_token()
-    return join_heads(dq_groups).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+    dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip((join_heads(dq_groups), dk, dv), operands[:3], strict=True))
+    return Gradients(dq, dk, dv, dtable)
 
 
 def _launch_dq(
     launch: Launch, group_pass, inputs: BackwardInputs, earlier: PassResults | None, dkv: PassResults | None
-) -> tuple[PassResults, PassResults | None]:
+) -> tuple[PassResults, PassResults | None, jax.Array | None]:
     with_dkv = launch.kernel == "dqkv"
     earlier_kv = dkv if with_dkv else None
     if launch.engine == "triton":
@@ -168,4 +170,4 @@ def _launch_dq(
         )
     from ..hopper_gpu import launch as hopper
 
-    return hopper.dqkv(group_pass, inputs, earlier, earlier_kv, launch.kv_in_input_dtype)
+    return *hopper.dqkv(group_pass, inputs, earlier, earlier_kv, launch.kv_in_input_dtype), None

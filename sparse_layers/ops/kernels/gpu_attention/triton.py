@@ -23,6 +23,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
     if operands.query.shape[0] > hardware.MAX_BATCH_ENTRIES:
         return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
+    if operands.bias_table is not None and call.params[1].deterministic:
+        return "it adds up the gradient of a bias's table atomically, and bwd_params asks for deterministic=True"
     padded = hardware.padded_size(sizes[0]), hardware.padded_size(sizes[1])
     return settings.unsupported(operands.query.dtype.itemsize, padded, call.params, device)
 
@@ -37,7 +39,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @differentiable_once("triton")
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Returns gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    """Returns gradients by name, in the operands' dtypes; see `xla.backward` for the arguments."""
     from . import run
 
-    return Gradients(*run.backward("triton", call, operands, lse, delta, dout))
+    return run.backward("triton", call, operands, lse, delta, dout)

@@ -9,8 +9,11 @@ dq = ds k and dk = ds^T q.
 **One kernel is enough if blocks are in one list only.** WITH_DKV: `dq_kernel` stores dk and dv of each step, for they
 are complete. WITH_DQ: `dkv_kernel` stores dq of each step.
 
-**No atomic additions.** A long list is split: one launch computes a result for each split. The launch of all work tiles
-adds these in their order, so that results are the same from run to run.
+**No atomic additions to dq, dk and dv.** A long list is split: one launch computes a result for each split. The launch
+of all work tiles adds these in their order, so that results are the same from run to run.
+
+**The gradient of a bias's table is that of `dq_kernel`.** It adds ds by distance, by atomic additions: all programs of
+a head share the table.
 
 **Scores are transposed in `dkv_kernel`.** Scores, p, dp and ds are [keys, queries], and so the left sides of the
 products of dv and dk.
@@ -35,6 +38,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..gpu.biases import (
+    add_by_distance,
+    biased_logits,
+    load_bias,
+    store_end_sums,
+    tokens_of_tile,
+    zero_end_sums,
+)
 from ..gpu.tiles import (
     LOG2_E,
     BlockListPointers,
@@ -72,6 +83,8 @@ class BackwardQueryTile(NamedTuple):
     delta: Any  # [Q.TILE, 1]
     row_in_block: Any  # [Q.TILE]
     ids: Any  # `TokenIds`
+    tokens: Any  # `TileTokens`
+    bias: Any  # `BiasOfHead`
 
 
 class KVTile(NamedTuple):
@@ -81,6 +94,7 @@ class KVTile(NamedTuple):
     v_tile: Any  # [KV.TILE, DV]
     row_in_block: Any  # [KV.TILE]
     ids: Any  # `TokenIds`
+    tokens: Any  # `TileTokens`
 
 
 class QueryPointers(NamedTuple):
@@ -143,10 +157,14 @@ def _load_earlier(base, row, exists, STRIDE: tl.constexpr, LENGTH: tl.constexpr,
 
 
 @triton.jit
-def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
+def _dq_steps(first, end, num_entries, state, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
               KV: tl.constexpr, L: tl.constexpr, EARLIER_KV: tl.constexpr, MASKED: tl.constexpr,
               WITH_DKV: tl.constexpr):  # fmt: skip
-    """Adds steps first .. end - 1 to dq, which is not yet scaled; stores their dk and dv if WITH_DKV."""
+    """Adds steps first .. end - 1 to ``state``; stores their dk and dv if WITH_DKV.
+
+    The state is dq, not yet scaled, and `zero_end_sums` of the gradient of a bias.
+    """
+    dq, end_sums = state
     q_tile, dout_tile = queries.q_tile, queries.dout_tile
     for step in tl.range(first, end):
         kv_rows = load_step_rows(lists, step, num_entries, KV)
@@ -154,12 +172,19 @@ def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.
         exists = kv_rows.exists & (token < A.S)
         k_tile = load_rows(addresses(kv.k, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         v_tile = load_rows(addresses(kv.v, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
-        scores = logits(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
+        if A.BIAS.EXISTS:
+            keys = tokens_of_tile(kv_rows.block, kv_rows.tile, token, KV)
+            scores = biased_logits(scores, queries.bias, queries.tokens, keys, 0, A, Q, KV)
+        else:
+            scores = logits(scores, A)
         allowed = 0
         if MASKED:
             allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.ids, A, Q, KV, L)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         p, ds = _p_and_ds(scores, queries.lse, dp, queries.delta, allowed, A, MASKED)
+        if A.BIAS.LENGTH > 0:
+            end_sums = add_by_distance(ds, end_sums, queries.bias, queries.tokens, keys, A, Q, KV)
         ds = ds.to(k_tile.dtype)
         dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         if WITH_DKV:
@@ -171,26 +196,26 @@ def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.
                 dv += _load_earlier(gradients.earlier_dv, row, has_earlier, A.KV_HEADS * A.HV, A.HV, A.DV)
             store_rows(addresses(gradients.dk, token, A.KV_HEADS * A.H, A.D, True), dk, exists, A.H, A.D)
             store_rows(addresses(gradients.dv, token, A.KV_HEADS * A.HV, A.DV, True), dv, exists, A.HV, A.DV)
-    return dq
+    return dq, end_sums
 
 
 @triton.jit
-def _dq_pass(work_tile, steps_before, span, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
+def _dq_pass(work_tile, steps_before, span, state, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
              KV: tl.constexpr, L: tl.constexpr, EARLIER_KV: tl.constexpr, WITH_DKV: tl.constexpr):  # fmt: skip
     """Adds the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
     first, first_partial, end = clip_steps(work_tile, steps_before, span)
     lists = move_to_list(lists, span)
     if L.ANY_FULL:
-        dq = _dq_steps(first, first_partial, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
-                       EARLIER_KV, False, WITH_DKV)  # fmt: skip
+        state = _dq_steps(first, first_partial, span.num_entries, state, queries, kv, lists, gradients, A, Q, KV, L,
+                          EARLIER_KV, False, WITH_DKV)  # fmt: skip
     if L.ANY_PARTIAL:
-        dq = _dq_steps(first_partial, end, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
-                       EARLIER_KV, True, WITH_DKV)  # fmt: skip
-    return dq
+        state = _dq_steps(first_partial, end, span.num_entries, state, queries, kv, lists, gradients, A, Q, KV, L,
+                          EARLIER_KV, True, WITH_DKV)  # fmt: skip
+    return state
 
 
 @triton.jit
-def _load_queries(pointers, q_ids, batch, head, q_rows, A: tl.constexpr, Q: tl.constexpr):
+def _load_queries(pointers, q_ids, bias, batch, head, work_tile, q_rows, A: tl.constexpr, Q: tl.constexpr):
     """Loads the `BackwardQueryTile` of a program; ``pointers`` point to whole arrays, not to a head."""
     token, row_in_block, exists = q_rows.token, q_rows.row_in_block, q_rows.exists
     base = pointers.q + (batch * A.T * A.HEADS + head) * A.H
@@ -205,7 +230,8 @@ def _load_queries(pointers, q_ids, batch, head, q_rows, A: tl.constexpr, Q: tl.c
     lse = tl.where(lse == float("-inf"), float("inf"), lse)[:, None]
     delta = tl.load(pointers.delta + index, mask=exists, other=0.0)[:, None]
     ids = load_ids(q_ids + batch * (A.NUM_IDS * A.T), token, exists, A.T, -2, A)
-    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, ids)
+    tokens = tokens_of_tile(work_tile.block, work_tile.tile, token, Q)
+    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, ids, tokens, bias)
 
 
 @triton.jit
@@ -242,6 +268,8 @@ def dq_kernel(
     mask_bits2,
     q_ids,
     kv_ids,
+    bias_table,
+    bias_slopes,
     split_dq,  # float32 [splits, B, rows of a block, D], if MERGED
     lse,  # float32 [B, HEADS, T], of all passes
     delta,  # float32 [B, HEADS, T]
@@ -249,6 +277,7 @@ def dq_kernel(
     earlier_dq,  # [B, EARLIER.ROWS, PASS_HEADS, H]: dq of earlier passes
     earlier_dk,  # [B, EARLIER_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
     earlier_dv,  # [B, EARLIER_KV.ROWS, KV_HEADS, HV]
+    dtable,  # float32 [HEADS, BIAS.LENGTH]: the gradient of the table, added to in place; None without a table
     dq,  # [B, OUT.ROWS, PASS_HEADS, H]; like ``split_dq`` if SPLITS
     dk,  # [B, S, KV_HEADS, H] if WITH_DKV
     dv,  # [B, S, KV_HEADS, HV]
@@ -273,20 +302,25 @@ def dq_kernel(
     q_rows = rows_of_tile(work_tile, Q, A.T)
     row_in_block = q_rows.row_in_block
 
-    queries = _load_queries(QueryPointers(q, dout, lse, delta), q_ids, batch, head, q_rows, A, Q)
+    bias = load_bias(bias_table, bias_slopes, dtable, head, A)
+    queries = _load_queries(QueryPointers(q, dout, lse, delta), q_ids, bias, batch, head, work_tile, q_rows, A, Q)
     vector, earlier = batch * A.S * A.KV_HEADS + kv_head, batch * EARLIER_KV.ROWS * A.KV_HEADS + kv_head
     kv_ids += batch * (A.NUM_IDS * A.S)
     kv = KVPointers(k + vector * A.H, v + vector * A.HV)
     dk, dv = dk + vector * A.H, dv + vector * A.HV
     dkv = GradientPointers(dk, dv, earlier_dk + earlier * A.H, earlier_dv + earlier * A.HV)
     lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
-    acc = zeros(Q.TILE, A.D)  # [Q.TILE, D]: dq, not yet scaled
+    state = zeros(Q.TILE, A.D), zero_end_sums(Q)  # dq [Q.TILE, D], not yet scaled
     span = load_span(spans, batch, head, q_block, KV, L, W)
-    acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, EARLIER_KV, WITH_DKV)
+    state = _dq_pass(work_tile, 0, span, state, queries, kv, lists, dkv, A, Q, KV, L, EARLIER_KV, WITH_DKV)
     if KV2.ROWS > 0:
         lists = BlockListPointers(spans2, entries2, mask_tiles2, active_query_groups2, mask_bits2, q_ids, kv_ids)
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
-        acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, EARLIER_KV, False)
+        state = _dq_pass(work_tile, span.num_steps, span2, state, queries, kv, lists, dkv, A, Q, KV2, L2, EARLIER_KV,
+                         False)  # fmt: skip
+    acc, end_sums = state
+    if A.BIAS.LENGTH > 0:
+        store_end_sums(end_sums, bias, A)
 
     if W.SPLITS:
         _store_split(dq, acc, work_tile, batch, row_in_block, A.BATCH, A.D, Q)
@@ -311,7 +345,7 @@ def _load_lse_and_delta(pointers, index, exists, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, dq, A: tl.constexpr, Q: tl.constexpr,
+def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, bias, dq, A: tl.constexpr, Q: tl.constexpr,
                KV: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
     """Adds steps first .. end - 1 to dk, which is not yet scaled, and dv; stores their dq if WITH_DQ."""
     for step in tl.range(first, end):
@@ -322,7 +356,12 @@ def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, dq, A: tl
         vectors = query_addresses(pointers.q, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
         q_tile = load_rows(vectors, exists, A.H, A.D, MASKED)
         lse, delta = _load_lse_and_delta(pointers, offset_of_head(token, row_in_block, A.T, Q), exists, MASKED)
-        scores = logits(tl.dot(keys.k_tile, tl.trans(q_tile), input_precision="ieee"), A)  # [KV.TILE, Q.TILE]
+        scores = tl.dot(keys.k_tile, tl.trans(q_tile), input_precision="ieee")  # [KV.TILE, Q.TILE]
+        if A.BIAS.EXISTS:
+            tokens = tokens_of_tile(q_rows.block, q_rows.tile, token, Q)
+            scores = biased_logits(scores, bias, tokens, keys.tokens, 1, A, Q, KV)
+        else:
+            scores = logits(scores, A)
         allowed = 0
         if MASKED:
             allowed = load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q)
@@ -346,8 +385,8 @@ def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, dq, A: tl
 
 
 @triton.jit
-def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits, dq, A: tl.constexpr, Q: tl.constexpr,
-              KV: tl.constexpr, L: tl.constexpr, W: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
+def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits, bias_pointers, dq, A: tl.constexpr,
+              Q: tl.constexpr, KV: tl.constexpr, L: tl.constexpr, W: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
     """Adds the steps of a query head that are the work tile's; ``pointers`` and ``dq`` are those to the arrays."""
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     span = load_span(lists.spans, batch, head, work_tile.block, Q, L, W)
@@ -362,24 +401,26 @@ def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits
     pointers = QueryPointers(q, dout, pointers.lse + number, pointers.delta + number)
     lists = move_to_list(lists, span)
     dq += (batch * Q.ROWS * A.PASS_HEADS + pass_head) * A.H
+    bias = load_bias(bias_pointers[0], bias_pointers[1], None, head, A)
     if L.ANY_FULL:
-        dk, dv = _dkv_steps(first, first_partial, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
-                            False, WITH_DQ)  # fmt: skip
+        dk, dv = _dkv_steps(first, first_partial, span.num_entries, dk, dv, keys, pointers, lists, bias, dq, A, Q, KV,
+                            L, False, WITH_DQ)  # fmt: skip
     if L.ANY_PARTIAL:
-        dk, dv = _dkv_steps(first_partial, end, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
-                            True, WITH_DQ)  # fmt: skip
+        dk, dv = _dkv_steps(first_partial, end, span.num_entries, dk, dv, keys, pointers, lists, bias, dq, A, Q, KV,
+                            L, True, WITH_DQ)  # fmt: skip
     return dk, dv
 
 
 @triton.jit
-def _load_keys(k, v, kv_ids, batch, kv_head, kv_rows, A: tl.constexpr):
+def _load_keys(k, v, kv_ids, batch, work_tile, kv_rows, A: tl.constexpr, KV: tl.constexpr):
     """Loads the `KVTile` of a program."""
     token, exists = kv_rows.token, kv_rows.exists
-    vector = batch * A.S * A.KV_HEADS + kv_head
+    vector = batch * A.S * A.KV_HEADS + work_tile.head
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
     ids = load_ids(kv_ids + batch * (A.NUM_IDS * A.S), token, exists, A.S, -1, A)
-    return KVTile(k_tile, v_tile, kv_rows.row_in_block, ids)
+    tokens = tokens_of_tile(work_tile.block, work_tile.tile, token, KV)
+    return KVTile(k_tile, v_tile, kv_rows.row_in_block, ids, tokens)
 
 
 @triton.jit
@@ -417,6 +458,8 @@ def dkv_kernel(
     mask_bits,
     q_ids,
     kv_ids,
+    bias_table,
+    bias_slopes,
     split_dk,  # float32 [splits, B, rows of a block, D], if MERGED
     split_dv,  # float32 [splits, B, rows of a block, DV]
     lse,
@@ -443,7 +486,7 @@ def dkv_kernel(
     kv_head = work_tile.head
     kv_rows = rows_of_tile(work_tile, KV, A.S)
     row_in_block = kv_rows.row_in_block
-    keys = _load_keys(k, v, kv_ids, batch, kv_head, kv_rows, A)
+    keys = _load_keys(k, v, kv_ids, batch, work_tile, kv_rows, A, KV)
     q_ids += batch * (A.NUM_IDS * A.T)
     queries = QueryPointers(q, dout, lse, delta)
     lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
@@ -453,8 +496,8 @@ def dkv_kernel(
     first_head = tl.cdiv(kv_head * GROUP - A.FIRST_HEAD, A.HEAD_STEP)
     end_head = tl.cdiv((kv_head + 1) * GROUP - A.FIRST_HEAD, A.HEAD_STEP)
     for pass_head in tl.range(first_head, end_head, Q.PACK):
-        dk_tile, dv_tile = _dkv_head(work_tile, batch, pass_head, dk_tile, dv_tile, keys, queries, lists, splits, dq, A,
-                                     Q, KV, L, W, WITH_DQ)  # fmt: skip
+        dk_tile, dv_tile = _dkv_head(work_tile, batch, pass_head, dk_tile, dv_tile, keys, queries, lists, splits,
+                                     (bias_table, bias_slopes), dq, A, Q, KV, L, W, WITH_DQ)  # fmt: skip
     if W.SPLITS:
         _store_split(dk, dk_tile, work_tile, batch, row_in_block, A.BATCH, A.D, KV)
         _store_split(dv, dv_tile, work_tile, batch, row_in_block, A.BATCH, A.DV, KV)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..gpu.biases import biased_logits, load_bias, tokens_of_tile
 from ..gpu.tiles import (
     LN_2,
     LOG2_E,
@@ -66,6 +67,8 @@ class QueryTile(NamedTuple):
     q_tile: Any  # [Q.TILE, D]
     row_in_block: Any  # [Q.TILE]
     ids: Any  # `TokenIds`
+    tokens: Any  # `TileTokens`
+    bias: Any  # `BiasOfHead`
 
 
 class KVPointers(NamedTuple):
@@ -95,19 +98,23 @@ def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.cons
         scores = tl.dot(queries.q_tile, tl.trans(k_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         if MASKED:
             allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.ids, A, Q, KV, L)
-        if A.CAP == 0 and A.SCALE > 1e-30:
+        if not A.BIAS.EXISTS and A.CAP == 0 and A.SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
             if MASKED:
                 scores = tl.where(allowed, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1) * (A.SCALE * LOG2_E))  # [Q.TILE]
             scores = scores * (A.SCALE * LOG2_E)
         else:
-            scores = logits(scores, A)
+            if A.BIAS.EXISTS:
+                keys = tokens_of_tile(kv_rows.block, kv_rows.tile, token, KV)
+                scores = biased_logits(scores, queries.bias, queries.tokens, keys, 0, A, Q, KV)
+            else:
+                scores = logits(scores, A)
             if MASKED:
                 scores = tl.where(allowed, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1))
         shift = m_new
-        if MASKED:
+        if MASKED or A.BIAS.LENGTH > 0:  # entries of a table may be -inf
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = tl.exp2(scores - shift[:, None])  # [Q.TILE, KV.TILE]
         alpha = tl.exp2(m_i - shift)
@@ -210,6 +217,8 @@ def triton_forward_kernel(
     mask_bits2,
     q_ids,  # int32 [B, NUM_IDS, T]: segment ids, -2 in padding; order ids
     kv_ids,  # int32 [B, NUM_IDS, S]: segment ids, -1 in padding; order ids
+    bias_table,  # float32 [HEADS, BIAS.LENGTH]; None without a bias
+    bias_slopes,  # float32 [HEADS]; None without a bias
     split_out,  # float32 [splits, B, rows of a block, DV], if MERGED
     split_lse,  # float32 [splits, B, rows of a block]
     sinks,  # float32 [HEADS]
@@ -249,7 +258,8 @@ def triton_forward_kernel(
     if W.MERGED:
         state = _merge_splits(work_tile, state, ResultPointers(split_out, split_lse), batch, row_in_block, A, Q)
 
-    queries = QueryTile(q_tile, row_in_block, ids)
+    tokens = tokens_of_tile(q_block, work_tile.tile, token, Q)
+    queries = QueryTile(q_tile, row_in_block, ids, tokens, load_bias(bias_table, bias_slopes, None, head, A))
     vector = batch * A.S * A.KV_HEADS + kv_head
     kv, kv_ids = KVPointers(k + vector * A.H, v + vector * A.HV), kv_ids + batch * (A.NUM_IDS * A.S)
     lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...planning.params import BwdParams
 from ..call import Call
+from ..distance_bias import has_bias
 from ..gpu import hardware
 from ..gpu.lists import RowTiling
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, SelectedRows
@@ -27,6 +28,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     selection = operands.selection
     if selection is None or not selection.ids.shape[-1]:
         return "the call has no selection"
+    if has_bias(operands):
+        return "kernels that gather queries know no bias"
     # What the user asks of kernels is meant for those that hold queries.
     if any(params.has_kernel_settings for params in call.params):
         return "kernels that gather queries have no setting but q_blocksize and kv_blocksize"

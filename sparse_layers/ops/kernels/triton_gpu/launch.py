@@ -42,10 +42,11 @@ def forward(
         prepared.output((rows, group_pass.heads, size), in_input_dtype and order.natural),
         prepared.output((group_pass.heads, rows)),
     )
-    constants = prepared.second_list_constants | {"EARLIER": _result_rows(earlier)}
+    bias_arrays, bias_constants = prepared.bias
+    constants = prepared.second_list_constants | bias_constants | {"EARLIER": _result_rows(earlier)}
     out, lse = prepared.launch_kernel(
         triton_forward_kernel,
-        [*prepared.second_list_arrays, *group_pass.ids],
+        [*prepared.second_list_arrays, *group_pass.ids, *bias_arrays],
         [head_sizes(group_pass)[1], None],
         [sinks, *_result_arrays(earlier, 2)],
         outputs,
@@ -64,8 +65,10 @@ def dq(
     in_input_dtype: bool,
     kv_in_input_dtype: bool,
     with_dkv: bool,
-) -> tuple[PassResults, PassResults | None]:
-    """Launches the dq kernel: returns (dq, (dk, dv) or None) of a pass, added to earlier gradients.
+) -> tuple[PassResults, PassResults | None, jax.Array | None]:
+    """Launches the dq kernel: returns (dq, (dk, dv) or None, dtable) of a pass, the first two added to earlier gradients.
+
+    ``dtable`` is the gradient of a bias's table, float32 [N, L], or None.
 
     With ``in_input_dtype`` and ``kv_in_input_dtype``, results of all tokens are stored in the dtype of the
     operand, else in float32. With ``with_dkv``, the same kernel computes dk and dv, see `each_key_once`.
@@ -75,18 +78,24 @@ def dq(
     kv_rows, kv_heads = group_pass.operands.key.shape[1:3]
     outputs = [prepared.output((order.rows, group_pass.heads, sizes[0]), in_input_dtype and order.natural)]
     outputs += [prepared.output((kv_rows, kv_heads, x) if with_dkv else (1,), kv_in_input_dtype) for x in sizes]
-    constants = prepared.second_list_constants | {"EARLIER_KV": _result_rows(earlier_kv), "WITH_DKV": with_dkv}
-    dq, dk, dv = prepared.launch_kernel(
+    bias_arrays, bias_constants = prepared.bias
+    constants = prepared.second_list_constants | bias_constants
+    constants |= {"EARLIER_KV": _result_rows(earlier_kv), "WITH_DKV": with_dkv}
+    sums = prepared.zero_dtable
+    constants |= {} if sums else {"dtable": None}
+    dq, dk, dv, *sums = prepared.launch_kernel(
         dq_kernel,
-        [*prepared.second_list_arrays, *group_pass.ids],
+        [*prepared.second_list_arrays, *group_pass.ids, *bias_arrays],
         [head_sizes(group_pass)[0]],
         [*inputs, *_result_arrays(earlier, 1), *_result_arrays(earlier_kv, 2)],
         outputs,
         constants | {"EARLIER": _result_rows(earlier)},
         constants | {"EARLIER": _result_rows(None)},
         order,
+        sums,
     )
-    return PassResults(order, (dq,)), PassResults(RowOrder(kv_rows), (dk, dv)) if with_dkv else None
+    dkv = PassResults(RowOrder(kv_rows), (dk, dv)) if with_dkv else None
+    return PassResults(order, (dq,)), dkv, prepared.dtable(*sums) if sums else None
 
 
 def dkv(
@@ -113,15 +122,17 @@ def launch_dkv(
     outputs = [prepared.output((order.rows, *x.shape[2:]), in_input_dtype and order.natural) for x in (key, value)]
     outputs.append(prepared.output(dq_shape, True))
     in_place = earlier is not None and earlier.order == order and not in_input_dtype
-    tile_constants = {
+    bias_arrays, bias_constants = prepared.bias
+    tile_constants = bias_constants | {
         "EARLIER": _result_rows(earlier),
         "WITH_DQ": with_dq and prepared.splits is None,
         "IN_PLACE": in_place,
     }
-    split_constants = {"EARLIER": _result_rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
+    split_constants = bias_constants | {"EARLIER": _result_rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
     earlier_arrays, sizes = [*inputs, *_result_arrays(earlier, 2)], head_sizes(group_pass)
+    arrays = [*group_pass.ids, *bias_arrays]
     *dkv, dq = prepared.launch_kernel(
-        dkv_kernel, group_pass.ids, sizes, earlier_arrays, outputs, tile_constants, split_constants, order
+        dkv_kernel, arrays, sizes, earlier_arrays, outputs, tile_constants, split_constants, order
     )
     return PassResults(order, tuple(dkv)), dq
 
@@ -295,6 +306,45 @@ class PreparedLaunch:
         tiling = kv.constants if len(self.walked_lists) > 1 else kv.constants._replace(ROWS=0)
         return {"KV2": tiling, "L2": _list_shapes(lists)}
 
+    @property
+    def bias(self) -> tuple[list[Any], dict[str, Any]]:
+        """Arrays and constants of the bias, for the kernels' parameters; without one, constants alone."""
+        table, slopes = self.group_pass.operands.bias_table, self.group_pass.operands.bias_slopes
+        if table is None and slopes is None:
+            return [], {"bias_table": None, "bias_slopes": None}
+        arrays = None if table is None else self._pad_table(table), slopes
+        return [None if x is None else x * np.float32(self._bias_constants.UNIT) for x in arrays], {}
+
+    def _pad_table(self, table: jax.Array) -> jax.Array:
+        padding = self._bias_constants.PADDING
+        return jnp.pad(table, [(0, 0), (padding, padding)], mode="edge")
+
+    @property
+    def zero_dtable(self) -> tuple[jax.Array, ...]:
+        """The gradient of a padded table before any launch, zeros; () without a table."""
+        operands = self.group_pass.operands
+        if operands.bias_table is None:
+            return ()
+        shape = len(operands.bias_table), self._bias_constants.LENGTH
+        return (varying_like(operands.query, jnp.zeros(shape, jnp.float32)),)
+
+    def dtable(self, padded: jax.Array) -> jax.Array:
+        """Returns the gradient of the table [N, L] for that of the padded table."""
+        table = self.group_pass.operands.bias_table
+        return jax.linear_transpose(self._pad_table, table)(padded)[0]
+
+    @property
+    def _bias_constants(self) -> tiles.BiasConstants:
+        call, table = self.group_pass.call, self.group_pass.operands.bias_table
+        has_slopes = self.group_pass.operands.bias_slopes is not None
+        unit = 1 / math.log(2) if call.soft_cap is None else 1 / call.soft_cap
+        if table is None:
+            return tiles.BiasConstants(has_slopes, 0, 0, 0, has_slopes, unit if has_slopes else 1.0)
+        padding = 2 * max(self.q.tile, self.kv.tile)
+        return tiles.BiasConstants(
+            True, table.shape[1] + 2 * padding, call.bias_center + padding, padding, has_slopes, unit
+        )
+
     def launch_kernel(
         self,
         kernel: Any,
@@ -305,6 +355,7 @@ class PreparedLaunch:
         constants: dict[str, Any],
         split_constants: dict[str, Any],
         order: RowOrder,
+        sums: Sequence[jax.Array] = (),
     ) -> list[jax.Array]:
         """Launches a kernel and returns its results: once for splits if there are any, then for all work tiles.
 
@@ -317,6 +368,7 @@ class PreparedLaunch:
             ``arrays_after_splits``, which have the same shapes.
           split_constants: constants that differ in the launch of splits.
           order: row order of the results.
+          sums: arrays after all others, to which each launch adds in place; they are the last results.
         """
         operands, num_outer_results = self.group_pass.operands, len(sizes)
         tiles_per_block, blocks = self.outer.tiles_per_block, self.outer.num_blocks
@@ -330,32 +382,39 @@ class PreparedLaunch:
             split_count = len(self.splits.steps)
             rows = split_count, operands.query.shape[0], tiles_per_block * self.outer.tile
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
-            arrays = [*qkv, self.splits.steps, self.steps_before, *lists, *split_results, *arrays_after_splits]
+            arrays = [*qkv, self.splits.steps, self.steps_before, *lists, *split_results, *arrays_after_splits, *sums]
             schedule = {"W": tiles.WorkSchedule(blocks, False, True, False, batches)}
+            outputs_of_splits = [*results, *outputs[num_outer_results:]]
             results = self._launch_once(
                 kernel,
                 split_count * tiles_per_block,
                 arrays,
-                [*results, *outputs[num_outer_results:]],
+                outputs_of_splits,
                 constants | split_constants | schedule,
+                range(len(arrays) - len(sums), len(arrays)),
             )
+            results, sums = results[: len(outputs_of_splits)], results[len(outputs_of_splits) :]
             split_results, step_results = results[:num_outer_results], results[num_outer_results:]
             outputs = [*outputs[:num_outer_results], *(self.output((1,)) for _ in step_results)]
             if not sizes:
                 return list(step_results)
         splits = None if self.splits is None else self.splits.ranges
-        arrays = [*qkv, self.order, splits, *lists, *split_results, *arrays_after_splits]
-        in_place: Sequence[int] = ()
+        arrays = [*qkv, self.order, splits, *lists, *split_results, *arrays_after_splits, *sums]
+        num_in_place = len(sums)
         if constants.get("IN_PLACE", False):
-            in_place = range(len(arrays) - num_outer_results, len(arrays))
+            num_in_place = num_outer_results
             outputs = [*(self.output((1,)) for _ in sizes), *outputs[num_outer_results:]]
+        in_place = range(len(arrays) - num_in_place, len(arrays))
         schedule = {"W": tiles.WorkSchedule(blocks, self.order is not None, False, self.splits is not None, batches)}
         results = self._launch_once(
             kernel, self.work_tiles * tiles_per_block, arrays, outputs, constants | schedule, in_place
         )
-        if in_place:
-            results = [*results[-num_outer_results:], *results[num_outer_results:-num_outer_results]]
-        return [*results[:num_outer_results], *(results[num_outer_results:] if step_results is None else step_results)]
+        results, changed = results[: len(outputs)], results[len(outputs) :]
+        if constants.get("IN_PLACE", False):
+            results, changed = [*changed, *results[num_outer_results:]], []
+        if step_results is not None:
+            results = [*results[:num_outer_results], *step_results]
+        return [*results, *changed]
 
     def _constants(self, order: RowOrder) -> dict[str, Any]:
         """Returns the constants that all kernels have, for results in a row order."""
@@ -378,6 +437,7 @@ class PreparedLaunch:
             group_pass.heads,
             max(t * heads, s * kv_heads) * max(h, hv) >= 2**31,
             group_pass.num_ids,
+            self._bias_constants,
         )
         destination = tiles.ResultRows(True, order.natural, order.rows, row_order_constants(order))
         list_shapes = _list_shapes(self.walked_lists[0][1])
