@@ -168,8 +168,13 @@ def ours_by_order(pattern: Pattern, arrays: list[jax.Array], implementation: str
     return in_jax(op(sl.Full(), seq_len, implementation), arrays, ids if packed else None, order)
 
 
-def flex(pattern: Pattern, arrays: list[jax.Array], mask_each_call: bool = False) -> Contender:
-    """FlexAttention, compiled for this pattern alone; with ``mask_each_call``, the time has that of its block mask."""
+def flex(
+    pattern: Pattern, arrays: list[jax.Array], mask_each_call: bool = False, make_bias: Callable | None = None
+) -> Contender:
+    """FlexAttention, compiled for this pattern alone; with ``mask_each_call``, the time has that of its block mask.
+
+    ``make_bias(device)`` returns a score_mod, and the tensors that it learns, which get gradients.
+    """
     torch: Any = importlib.import_module("torch")
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
     torch.compiler.reset()  # or, after a few patterns, it silently computes dense attention
@@ -189,9 +194,10 @@ def flex(pattern: Pattern, arrays: list[jax.Array], mask_each_call: bool = False
     def block_mask():
         return make_mask() if mask_each_call else first_mask
 
-    grouped = functools.partial(module.flex_attention, enable_gqa=q.shape != k.shape)
+    score_mod, learned = (None, ()) if make_bias is None else make_bias(device)
+    grouped = functools.partial(module.flex_attention, score_mod=score_mod, enable_gqa=q.shape != k.shape)
     attention = torch.compile(grouped, dynamic=False, fullgraph=True)
-    for x in (q, k, v):
+    for x in (q, k, v, *learned):
         x.requires_grad_()
 
     def forward():
@@ -200,10 +206,14 @@ def flex(pattern: Pattern, arrays: list[jax.Array], mask_each_call: bool = False
 
     def forward_backward():
         out = attention(q, k, v, block_mask=block_mask())
-        return out, *torch.autograd.grad(out, (q, k, v), dout)
+        return out, *torch.autograd.grad(out, (q, k, v, *learned), dout)
+
+    def fetch(x):
+        x = x if x.dim() == 4 else x[None, :, :, None]  # a table [N, L]
+        return x.detach()[-1, [0, -1]].transpose(0, 1).double().cpu().numpy()
 
     return Contender(
         {"fwd": forward, "fwd+bwd": forward_backward},
         lambda _: torch.cuda.synchronize() if on_gpu else None,
-        lambda x: x.detach()[-1, [0, -1]].transpose(0, 1).double().cpu().numpy(),
+        fetch,
     )

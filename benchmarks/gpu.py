@@ -53,6 +53,7 @@ from .contenders import (
 from .record import Record, add_option
 
 CHUNK, WHOLE = 512, 16384  # rows of the reference at a time; longest checked in full
+NAMES = "out", "dq", "dk", "dv"
 DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations
 SPEED = ["causal", "window", "random", "strided", "fixed", "document", "longformer"]
 LONG = (1, 8, 64)  # batch, heads and head size of the sections lengths and memory
@@ -112,18 +113,21 @@ class Exact:
                 out, dq = (jnp.concatenate(x) for x in zip(*chunks, strict=True))
                 answers = [out, dq, *(x.astype(dtype)[self.first :] for x in (dk, dv))]
                 results[dtype] = [np.asarray(x).astype(np.float64) for x in answers]
-        self.right, rough = results["float64"], results[dtype_of_call]
-        eps = float(jnp.finfo(dtype_of_call).eps)
-        self.budgets = [2 * (_largest(a - b) + eps * _largest(b)) for a, b in zip(rough, self.right, strict=True)]
+        self._set_budgets(results["float64"], results[dtype_of_call], dtype_of_call)
+
+    def _set_budgets(self, right: list[np.ndarray], rough: list[np.ndarray], dtype: str) -> None:
+        eps = float(jnp.finfo(dtype).eps)
+        self.right = right
+        self.budgets = [2 * (_largest(a - b) + eps * _largest(b)) for a, b in zip(rough, right, strict=True)]
 
     def check(self, answers: Iterable[np.ndarray]) -> str:
-        """Returns the errors of out, or of out, dq, dk and dv [T, 2, H], in words.
+        """Returns the errors of out, or of out, dq, dk and dv [T, 2, H] (and of a table [L, 2, 1]), in words.
 
         Raises:
           ArithmeticError: one is too large.
         """
         text, fine = [], True
-        for name, answer, right, budget in zip(("out", "dq", "dk", "dv"), answers, self.right, self.budgets):  # noqa: B905
+        for name, answer, right, budget in zip((*NAMES, "dtable"), answers, self.right, self.budgets):  # noqa: B905
             errors = _largest(answer[self.first :] - right)
             worst = int(np.argmax(errors / budget))  # a NaN counts as the largest
             share = errors[worst] / budget[worst]
@@ -220,11 +224,18 @@ def median_ms(call: Callable[[], Any], wait: Callable[[Any], Any], options: argp
 class Case:
     """One pattern and its inputs: whoever computes it is checked, then timed."""
 
-    def __init__(self, report: Report, pattern: Pattern, arrays: list[jax.Array], labels: dict[str, Any]):
+    def __init__(
+        self,
+        report: Report,
+        pattern: Pattern,
+        arrays: list[jax.Array],
+        labels: dict[str, Any],
+        make_exact: Callable[..., Exact] = Exact,
+    ):
         self.report, self.pattern, self.arrays, self.labels = report, pattern, arrays, labels
         self.name = ", ".join(x if isinstance(x, str) else f"{name}={x}" for name, x in labels.items())
         skip = report.over(self.name)
-        self.exact: Any = None if skip else report.attempt(f"{self.name}, reference", Exact, pattern, arrays)
+        self.exact: Any = None if skip else report.attempt(f"{self.name}, reference", make_exact, pattern, arrays)
 
     def run(
         self, contender_name: str, build: Callable[..., Contender], *options: Any, wanted: Iterable = DIRECTIONS

@@ -105,7 +105,8 @@ class Launch:
         sizes = self.constants["A"].D, self.constants["A"].DV
         launch_settings = settings.Settings(outer, inner, self.num_warps, self.num_stages)
         itemsize = jnp.dtype(self.dtypes[0]).itemsize
-        return settings.shared_memory(self.name, launch_settings, itemsize, sizes, self.device.capability)
+        has_table = self.constants["A"].BIAS.LENGTH > 0
+        return settings.shared_memory(self.name, launch_settings, itemsize, sizes, self.device.capability, has_table)
 
 
 @dataclasses.dataclass(frozen=True)

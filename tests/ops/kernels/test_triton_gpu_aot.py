@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import sparse_layers as sl
@@ -71,6 +72,7 @@ WIDE = {"heads": (512, 512)}
 BY_KEY = "kv_outer", "dkv_with_dq"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
 RUN_TIME = jax.ShapeDtypeStruct((512, 512), bool)
+BIAS = sl.DistanceBias(np.zeros((16, 513)), slopes=sl.alibi(16).slopes)
 CASES = [
     # Each pattern meets several sizes, dtypes and GPUs; each size and dtype every amount of shared memory.
     Case("strided", 90, STRIDED, (128, 128)),
@@ -105,6 +107,8 @@ CASES = [
     Case("scattered", 100, sl.Causal(), (256, 256), "bfloat16", BY_KEY, 2048, _selection(1, 48) | {"heads": (16, 4)}),
     Case("chosen", 80, sl.Causal(), (64, 64), "float16", ("forward",), 2048, _selection(128, 32)),
     Case("corner", 90, _chain(CORNER), (64, 64), only=("dq_with_dkv",)),
+    # Tiles of natural order, and of residues, which sum the gradient pair by pair.
+    Case("bias", 90, _chain(STRIDED), (64, 64), only=("forward", "dq", "dkv"), options={"bias": BIAS}),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
 ]
 
@@ -119,6 +123,7 @@ def test_compiles_and_fits(case):
             continue
         settings = f"{one.name}, {one.tiles[0]} x {one.tiles[1]}, {one.num_stages} stages"
         assert found.shared <= one.device.shared_memory, settings
+        assert found.stack == 0 or one.constants["A"].BIAS.LENGTH == 0, f"{settings}: registers are spilled"
         assert found.shared <= one.estimate, f"{settings}: the estimate is no upper bound"
         assert (found.copies > 0) == (one.num_stages > 1), f"{settings}: pipelined, or not"
         # A group of four warps multiplies 64 rows at once.
@@ -140,13 +145,14 @@ def test_tiles_that_are_too_large_do_not_fit():
 
 
 # Numbers that switch parts of the kernels on, and the values at which they do not; every boolean is such a switch, too.
-OFF = {"ORDER": (), "CAP": 0, "HEAD_STEP": 1, "GRANULARITY": 0, "TILES": 1, "PACK": 1}
+OFF = {"ORDER": (), "LENGTH": 0, "CAP": 0, "HEAD_STEP": 1, "GRANULARITY": 0, "TILES": 1, "PACK": 1}
 # But for these: where results go is always given, and looked up by token or by row; key heads are never packed, nor
 # keys gathered; kernels whose programs hold queries have all of a block, and that by key has only choices.
 ALWAYS = {"OUT.EXISTS", "KV.PACK", "KV.GATHERED"}
 OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "ORDER", "TILES")} | {
     f"L.{x}" for x in ("ANY_FULL", "ANY_PARTIAL", "GRANULARITY")
 }
+OF_CHOICES |= {"BIAS.EXISTS", "BIAS.LENGTH", "BIAS.SLOPES"}
 OF_CHOICES |= {"A.HEAD_STEP", "OUT.ORDER", "KV.ORDER", "KV.TILES", "OUT.BY_TOKEN", "W.MERGED"}
 NO_SWITCHES = {
     "triton_forward_kernel": ALWAYS | {"Q.GATHERED"},
@@ -163,7 +169,9 @@ def switches(constants):
             yield bundle, fields
         elif bundle == "KV2":
             yield "KV2.ROWS", fields.ROWS > 0
-        elif bundle != "L2":  # a second pass is walked by the functions of the first
+        elif bundle != "L2" and fields is not None:  # a second pass is walked by the functions of the first
+            if bundle == "A":
+                yield from switches({"BIAS": fields.BIAS})
             for name, value in fields._asdict().items():
                 if isinstance(value, bool) or name in OFF:
                     value = value.AXES if name == "ORDER" else value

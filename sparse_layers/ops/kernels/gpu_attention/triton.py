@@ -26,7 +26,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if operands.bias_table is not None and call.params[1].deterministic:
         return "it adds up the gradient of a bias's table atomically, and bwd_params asks for deterministic=True"
     padded = hardware.padded_size(sizes[0]), hardware.padded_size(sizes[1])
-    return settings.unsupported(operands.query.dtype.itemsize, padded, call.params, device)
+    has_table = operands.bias_table is not None
+    return settings.unsupported(operands.query.dtype.itemsize, padded, call.params, device, has_table)
 
 
 @differentiable_once("triton")

@@ -205,7 +205,8 @@ def _prepare(group_pass: GroupPass, kernel: str) -> "PreparedLaunch":
     )
     rows = bq * group_pass.pack
     itemsize, blocks = group_pass.operands.query.dtype.itemsize, (bkv, rows) if transposed else (rows, bkv)
-    settings = choose_settings(kernel, itemsize, head_sizes(group_pass), blocks, params, hardware.local_gpu())
+    has_table, device = group_pass.operands.bias_table is not None, hardware.local_gpu()
+    settings = choose_settings(kernel, itemsize, head_sizes(group_pass), blocks, params, device, has_table)
     q_tile, kv_tile = (settings.inner, settings.outer) if transposed else (settings.outer, settings.inner)
     q, kv = RowTiling(group_pass.q_order, bq, q_tile, group_pass.pack), RowTiling(group_pass.kv_order, bkv, kv_tile)
     outer, inner = (kv, q) if transposed else (q, kv)

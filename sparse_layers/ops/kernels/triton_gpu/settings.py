@@ -58,8 +58,13 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
 _SPARE = 2048
 
 
-def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int) -> int:
-    """Returns an upper bound of the bytes of shared memory; ``sizes`` are padded head sizes."""
+def shared_memory(
+    kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int, has_table: bool = False
+) -> int:
+    """Returns an upper bound of the bytes of shared memory; ``sizes`` are padded head sizes.
+
+    With ``has_table``, dq kernels sum the gradient of a bias's table.
+    """
     outer_elements, inner_elements = settings.outer * sizes[0], settings.inner * sum(sizes)
     if kernel != "forward":
         outer_elements += settings.outer * sizes[1]
@@ -71,17 +76,22 @@ def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[i
     elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("dq_with_dkv", "dkv_with_dq"):
         # They read the left side of a product from registers; only these two need all their tiles on either side.
         outer_elements, scores = (0, scores) if kernel == "forward" else (outer_elements / 2, scores / 2)
-    return int(itemsize * (outer_elements + buffers * inner_elements + scores)) + _SPARE
+    diagonals = 4 * settings.outer * settings.inner if has_table and kernel in ("dq", "dq_with_dkv") else 0
+    return int(itemsize * (outer_elements + buffers * inner_elements + scores)) + diagonals + _SPARE
 
 
 def unsupported(
-    itemsize: int, sizes: tuple[int, int], params: tuple[KernelParams, KernelParams], device: Device
+    itemsize: int,
+    sizes: tuple[int, int],
+    params: tuple[KernelParams, KernelParams],
+    device: Device,
+    has_table: bool = False,
 ) -> str | None:
     """Returns why even the smallest tiles that the parameters allow do not fit a device, or None."""
     for kernel in ("forward", "dq", "dkv"):
         kernel_params = params[kernel != "forward"]
-        smallest = choose_settings(kernel, itemsize, sizes, (16, 32), kernel_params, device)
-        needed = shared_memory(kernel, smallest, itemsize, sizes, device.capability)
+        smallest = choose_settings(kernel, itemsize, sizes, (16, 32), kernel_params, device, has_table)
+        needed = shared_memory(kernel, smallest, itemsize, sizes, device.capability, has_table)
         if needed > device.shared_memory:
             explicit = "".join(
                 f", {name}={value}" for name, value in dataclasses.asdict(kernel_params).items() if value
@@ -106,7 +116,13 @@ def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settin
 
 
 def choose_settings(
-    kernel: str, itemsize: int, sizes: tuple[int, int], blocks: tuple[int, int], params: KernelParams, device: Device
+    kernel: str,
+    itemsize: int,
+    sizes: tuple[int, int],
+    blocks: tuple[int, int],
+    params: KernelParams,
+    device: Device,
+    has_table: bool = False,
 ) -> Settings:
     """Returns the settings of a kernel: the user's, else those of the table, reduced to fit the device and the blocks.
 
@@ -124,7 +140,7 @@ def choose_settings(
         x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None
     }
     settings = dataclasses.replace(settings, **({"outer": outer, "inner": inner} | explicit))
-    while shared_memory(kernel, settings, itemsize, sizes, device.capability) > device.shared_memory:
+    while shared_memory(kernel, settings, itemsize, sizes, device.capability, has_table) > device.shared_memory:
         # A single stage comes late, before a smaller outer tile only: with it, loads wait for products.
         steps = (
             ("num_stages", settings.num_stages - 1, 2),
