@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.ops.kernels.gpu import hardware
 from tests.ops.cases import compiled
 
 T = 40
@@ -146,6 +147,18 @@ def test_tables_of_a_grid(implementation):
     by_axis = [table[:, :, 3], table[:1, 2]]
     joint = by_axis[0][:, :, None] + by_axis[1][:, None]
     np.testing.assert_array_equal(sl.grid_bias((5, 8), by_axis).table, sl.grid_bias((5, 8), joint).table)
+
+
+def test_what_triton_refuses_of_it(monkeypatch):
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
+    x, params = arrays()[:3], sl.BwdParams(deterministic=True)
+    call = functools.partial(sl.block_sparse_attention, *x, sl.Causal(), implementation="triton")
+    with pytest.raises(
+        NotImplementedError, match=r"^triton: the gradient of a bias with a table uses atomic additions"
+    ):
+        call(bias=sl.DistanceBias(np.ones((1, 3))), bwd_params=params)
+    with pytest.raises(NotImplementedError, match=r"^triton: it counts the distances of a bias by tokens, not on a g"):
+        call(bias=sl.grid_bias((5, 8), np.ones((1, 3, 3))))
 
 
 @pytest.mark.parametrize("implementation", ["hopper", "pallas_tpu", "cudnn"])

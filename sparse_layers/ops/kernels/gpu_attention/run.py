@@ -130,9 +130,7 @@ def _launch_forward(
     return hopper.forward(group_pass, earlier, sinks, launch.in_input_dtype)
 
 
-def _run_backward(
-    planned: Route, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> Gradients:
+def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     query, key, value, table = operands.query, operands.key, operands.value, operands.bias_table
     inputs = BackwardInputs(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     dqs: list[PassResults | None] = [None] * len(planned.groups)

@@ -66,9 +66,9 @@ def dq(
     kv_in_input_dtype: bool,
     with_dkv: bool,
 ) -> tuple[PassResults, PassResults | None, jax.Array | None]:
-    """Launches the dq kernel: returns (dq, (dk, dv) or None, dtable) of a pass, the first two added to earlier gradients.
+    """Launches the dq kernel: returns (dq, (dk, dv) or None, dtable) of a pass.
 
-    ``dtable`` is the gradient of a bias's table, float32 [N, L], or None.
+    The first two are added to earlier gradients. ``dtable`` is the gradient of a bias's table, float32 [N, L], or None.
 
     With ``in_input_dtype`` and ``kv_in_input_dtype``, results of all tokens are stored in the dtype of the
     operand, else in float32. With ``with_dkv``, the same kernel computes dk and dv, see `each_key_once`.
