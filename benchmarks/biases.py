@@ -81,7 +81,7 @@ class Exact(gpu.Exact):
         if bias is not None and bias.slopes is not None:
             by_distance = -np.array(bias.slopes)[[0, -1], None] * abs(distances)
         elif bias is not None:
-            index = np.clip(distances + bias.center, 0, bias.table.shape[1] - 1)
+            index = np.clip(distances + bias.center, 0, 2 * REACH)
             by_distance = np.asarray(bias.table).astype(np.float64)[[0, -1]][:, index]
         dbias, answers = np.zeros_like(by_distance), []
         for entry in range(len(arrays[0])):  # those of the last entry are compared, and the sum over all for the table
@@ -100,7 +100,7 @@ class Exact(gpu.Exact):
                 out, dq = (jnp.concatenate(x) for x in zip(*chunks, strict=True))
                 answers = [np.asarray(x.astype(dtype)).astype(np.float64) for x in (out, dq, dk, dv)]
         if index is not None:
-            dtable = np.zeros((bias.table.shape[1], 2))
+            dtable = np.zeros((2 * REACH + 1, 2))
             np.add.at(dtable, index, dbias.T)
             answers.append(dtable[..., None])
         return answers
@@ -117,8 +117,8 @@ def ours(
     *x, dout = arrays
 
     @jax.jit
-    def forward(bias, *x):
-        return sl.block_sparse_attention(*x, plan, bias=bias, implementation=options["implementation"])
+    def forward(bias, q, k, v):
+        return sl.block_sparse_attention(q, k, v, plan, bias=bias, implementation=options["implementation"])
 
     @jax.jit
     def forward_backward(bias, dout, *x):

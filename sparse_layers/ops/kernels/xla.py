@@ -89,7 +89,7 @@ def _sum_over_passes(zeros: Sequence[jax.Array], by_pass: Sequence[Sequence[jax.
     return tuple(functools.reduce(jnp.add, summands) for summands in zip(zeros, *by_pass, strict=True))
 
 
-def _to_gradients(call: Call, operands: Operands, dq, dk, dv, dbias=None) -> Gradients:
+def _to_gradients(call: Call, operands: Operands, dq, dk, dv, dbias: Any = None) -> Gradients:
     """Returns gradients in the dtypes of the operands, those of repeated key heads summed."""
     dtable = None
     if operands.bias_table is not None:

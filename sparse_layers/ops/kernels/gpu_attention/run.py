@@ -54,8 +54,8 @@ def _backward(
     implementation: str, call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> Gradients:
     if not operands.query.size:
-        arrays = operands.query, operands.key, operands.value, operands.bias_table
-        return Gradients(*(None if x is None else jnp.zeros_like(x) for x in arrays))
+        query, key, value = map(jnp.zeros_like, operands[:3])
+        return Gradients(query, key, value, jax.tree.map(jnp.zeros_like, operands.bias_table))
     args, call_route = (_mark_padding(operands), lse, delta, dout), route(implementation, call, operands)
     run_q_outer, kv_outer_launch = functools.partial(_run_backward, call_route), call_route.kv_outer_backward
     if kv_outer_launch is None:
@@ -145,7 +145,8 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
         earlier = dqs[head_group]
         earlier_dq = earlier if launch.accumulates else None
         dq, dkv_of_launch, dtable_of_launch = _launch_dq(launch, group_pass, inputs, earlier_dq, dkv)
-        dtable = dtable if dtable_of_launch is None else dtable + dtable_of_launch
+        if dtable is not None and dtable_of_launch is not None:
+            dtable = dtable + dtable_of_launch
         dqs[head_group] = dq if earlier is None or launch.accumulates else earlier.add(dq)
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
     dq_groups = [
