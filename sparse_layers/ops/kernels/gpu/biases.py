@@ -41,15 +41,16 @@ class TileTokens(NamedTuple):
 
 @triton.jit
 def load_bias(table, slopes, dtable, head, A: tl.constexpr):
-    """Loads the `BiasOfHead` of a query head."""
+    """Loads the `BiasOfHead` of a query head; 0 for what is None, which Triton 3.6 cannot return."""
     slope = 0.0
     if A.BIAS.SLOPES:
         slope = tl.load(slopes + head)
-    if A.BIAS.LENGTH > 0:
-        table += head * A.BIAS.LENGTH
-        if dtable is not None:
-            dtable += head * A.BIAS.LENGTH
-    return BiasOfHead(table, slope, dtable)
+    if A.BIAS.LENGTH == 0:
+        return BiasOfHead(0, slope, 0)
+    elif dtable is None:
+        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, 0)
+    else:
+        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, dtable + head * A.BIAS.LENGTH)
 
 
 @triton.jit
