@@ -24,6 +24,7 @@ A query with two arrays and two splits; STAGES tiles of keys are on their way::
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportAssignmentType=false
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 

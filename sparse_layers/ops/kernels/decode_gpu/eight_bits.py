@@ -16,6 +16,7 @@ multiply scores and weights, in float32.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportAssignmentType=false
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 
