@@ -150,10 +150,11 @@ def of_queries(record: Record, options: argparse.Namespace) -> None:
 
 
 def chosen_by_64(seq_len: int) -> np.ndarray:
-    """ids [T / 64, 64] of the blocks that 64 queries choose; the last 512 queries alone choose the last 512 keys."""
+    """ids [T / 64, 64] of the blocks that 64 queries choose; only the last 512 queries choose the last 512 keys."""
     blocks, last = seq_len // VIDEO_BLOCK, gpu.CHUNK // VIDEO_BLOCK
     scores = np.random.default_rng(0).random((blocks, blocks), np.float32)
     scores[:-last, -last:] = 1
+    scores[-last:, -last:] = -1  # else some of these keys have no gradient to compare
     return np.argpartition(scores, VIDEO_CHOSEN, axis=1)[:, :VIDEO_CHOSEN].astype(np.int32)
 
 
