@@ -33,10 +33,10 @@ fast := tests/masks tests/misuses tests/ops/planning $(op) tests/test_main.py te
 fast += tests/test_glossary.py tests/test_rooms.py tests/test_warnings.py tests/ops/kernels/test_routes.py
 fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
 
-# What a second version of JAX and Flax cannot change: builds of the package, records, what Triton alone compiles. The
-# examples train once; their model and their checkpoints are tested again.
+# What a second version of JAX and Flax cannot change: builds of the package, records, settings of families, what Triton
+# alone compiles. The examples train once; their model and their checkpoints are tested again.
 once := tests/images tests/make_it_sparse tests/your_model tests/test_glossary.py tests/test_package.py
-once += tests/test_records.py tests/test_rooms.py
+once += tests/test_records.py tests/test_rooms.py tests/modules/loading/test_sweep.py
 once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
 once += $(wildcard tests/ops/kernels/test_gluon_*.py)
 once += tests/ops/kernels/test_triton_interpreter.py

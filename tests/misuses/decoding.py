@@ -117,7 +117,11 @@ MISUSES = [
         "is an argument of prefill",
     ),
     Misuse(
-        "cache.step(x, x, x, at, segment_ids=at)", TypeError, "segment_ids", "KVCache.step: unknown", "Known: index"
+        "cache.step(x, x, x, at, segment_ids=at)",
+        TypeError,
+        "segment_ids",
+        "KVCache.step: unknown",
+        "Known: bias, index",
     ),
     Misuse("cache.written(x, x, at > 0)", ValueError, "position", "bool", INTEGERS),
     Misuse("cache.attend(x.swapaxes(0, 1), at)", ValueError, "query", "(4, 2, 16)", "axes are [B, N, H]"),
