@@ -49,7 +49,7 @@ def fake(monkeypatch):
             return forward(call.params, reference.forward(call, operands))
 
         def run_backward(call, *args):
-            return Gradients(*backward(call.params, reference.backward(call, *args)))
+            return Gradients(*backward(call.params, reference.backward(call, *args)[:3]))
 
         # A name for each, since compiled calls are kept by name.
         name = f"fake{len(register.names)}"
