@@ -100,7 +100,7 @@ def test_ids_of_any_integer_type_meet_a_padding_mask(dtype):
 def test_ids_that_32_bits_would_merge_are_refused(recompute, padding):
     q, ids = inputs(1, T, N, 8), np.array([[0] * 9 + [2**32] * 15])
     mask = np.ones((1, 1, 1, T), bool) if padding else None
-    with pytest.raises(ValueError, match="segment_ids of queries must fit into int32"):
+    with pytest.raises(ValueError, match="segment_ids must fit into int32"):
         sparse(UNION, recompute=recompute)(q, q, q, mask=mask, segment_ids=ids)
 
 

@@ -213,9 +213,9 @@ def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):
 def test_longer_lists_compile_nothing_anew(monkeypatch, launched):
     call, found = bridge.call_gluon, []
 
-    def record(kernel, programs, inputs, outputs, constants, aliases):
+    def record(kernel, programs, inputs, outputs, constants, *options):
         found.append((kernel, constants))
-        return call(kernel, programs, inputs, outputs, constants, aliases)
+        return call(kernel, programs, inputs, outputs, constants, *options)
 
     monkeypatch.setattr(bridge, "call_gluon", record)
     op = functools.partial(sl.block_sparse_attention, implementation="hopper")
