@@ -77,8 +77,10 @@ OPERANDS = {
     "order_ids": Operand(("b t", "b s"), ("order_ids of queries", "order_ids of keys")),
     "mask": Operand("g t s", "a run-time mask"),
     "selection": Operand("b r g e", "selection"),
-    "bias_table": Operand("n l", "a bias with a table", "backend", backends=("triton", "xla", "reference")),
-    "bias_slopes": Operand("n", "a bias with slopes", backends=("triton", "xla", "reference")),
+    "bias_table": Operand(
+        "n l", "a bias with a table", "backend", backends=("pallas_tpu", "triton", "xla", "reference")
+    ),
+    "bias_slopes": Operand("n", "a bias with slopes", backends=("pallas_tpu", "triton", "xla", "reference")),
 }
 
 

@@ -22,6 +22,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     """Returns the reason why TPU kernels cannot compute the call, or None."""
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
+    if call.bias_orders is not None:
+        return "it counts the distances of a bias by tokens, not on a grid"
     selection = operands.selection
     if selection is not None and selection.granularity < MIN_GRANULARITY:
         return (

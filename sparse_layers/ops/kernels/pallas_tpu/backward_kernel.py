@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ....masks.states import EMPTY
+from .biases import TileBias, bias_scratch
 from .launch import (
     LOG2E,
     BlockOperand,
@@ -53,7 +54,7 @@ def backward_pass(
     delta: jax.Array,
     dout: jax.Array,
     members: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Computes the gradients of one pass of a chain in float32.
 
     Args:
@@ -65,9 +66,10 @@ def backward_pass(
       members: neighbouring query heads of one key head, whose dk and dv are summed up.
 
     Returns:
-      dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv].
+      dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv]. If there is a
+      table, its gradient, too: [B, heads, 1, entries].
     """
-    blocks = BlockOperands(config, transposed=True)
+    blocks = BlockOperands(config, transposed=True, members=members)
     batch, heads = arrays.query.shape[:2]
     bq, bkv = config.shape
     dq = jnp.zeros_like(arrays.query, jnp.float32)
@@ -76,30 +78,36 @@ def backward_pass(
         shape = jax.ShapeDtypeStruct((batch, heads // members, *like.shape[2:]), jnp.float32)
         block = None, None, bkv, like.shape[-1]
         outputs[name] = BlockOperand(shape, block, lambda b, h, step, _: (b, h // members, step.outer, 0))
+    if arrays.table is not None:
+        dtable = jax.ShapeDtypeStruct((batch, *arrays.table.shape), jnp.float32)
+        outputs["dtable"] = blocks.table(dtable, None)
     by_query = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
-    dq, dk, dv = launch(
-        functools.partial(_kernel, config),
-        "sparse_bwd",
-        steps,
-        (batch, heads // members, members),
-        blocks.operands(arrays) | by_query | {"dq_start": BlockOperand(dq, None, None)},
-        outputs,
-        {
-            "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
-            "dv_acc": pltpu.VMEM((bkv, arrays.value.shape[-1]), jnp.float32),
-            "dq_tiles": pltpu.VMEM((2, bq, arrays.query.shape[-1]), jnp.float32),
-            "loaded": pltpu.SemaphoreType.DMA((2,)),
-            "stored": pltpu.SemaphoreType.DMA,
-            "state": pltpu.SMEM((3,), jnp.int32),
-        },
-        aliases={"dq_start": "dq"},
+    return (
+        *launch(
+            functools.partial(_kernel, config, members),
+            "sparse_bwd",
+            steps,
+            (batch, heads // members, members),
+            blocks.operands(arrays) | by_query | {"dq_start": BlockOperand(dq, None, None)},
+            outputs,
+            {
+                "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
+                "dv_acc": pltpu.VMEM((bkv, arrays.value.shape[-1]), jnp.float32),
+                "dq_tiles": pltpu.VMEM((2, bq, arrays.query.shape[-1]), jnp.float32),
+                "loaded": pltpu.SemaphoreType.DMA((2,)),
+                "stored": pltpu.SemaphoreType.DMA,
+                "state": pltpu.SMEM((3,), jnp.int32),
+            }
+            | bias_scratch(config.bias, has_gradient=True),
+            aliases={"dq_start": "dq"},
+        ),
     )
-    return dq, dk, dv
 
 
-def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
+def _kernel(config: PassConfig, members: int, refs: Any, position: GridPosition) -> None:
     # s, p, ds: [N, M]. dk_acc: [N, H]. dv_acc: [N, Hv].
     step, dq = position.step, _Accumulator(config, refs, position)
+    bias = TileBias(config.bias, refs, position, members)
 
     @pl.when(position.is_first_visit)
     def _():
@@ -109,18 +117,22 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
     def compute(masked, limited):
         dq.start_load()
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
-        s, slope = to_logits(config, dot(k, q, (1, 1)))
+        s, slope = to_logits(config, dot(k, q, (1, 1)), bias)
         s = mask_logits(config, refs, position, s, masked, limited, transposed=True)
         p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `reduced_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
-        ds = (ds if slope is None else ds * slope).astype(q.dtype)
+        ds = ds if slope is None else ds * slope
+        bias.add_gradient(ds)
+        ds = ds.astype(q.dtype)
         refs.dv_acc[...] += dot(p.astype(dout.dtype), dout, (1, 0))
         refs.dk_acc[...] += dot(ds, q, (1, 0))
         dq.add(dot(k, ds, (0, 0)).T)
 
     dq.begin()
+    bias.begin()
     compute_by_state(step, config, compute)
+    bias.end()
     dq.end()
 
     @pl.when(position.is_last_visit)

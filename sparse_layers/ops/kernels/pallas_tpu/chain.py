@@ -20,12 +20,13 @@ from ...planning.selection import Selection
 from ..call import Call
 from ..numerics import base_2_sinks, merge_by_lse
 from ..operands import Gradients, Operands, stacked_ids
-from ..pass_blocks import blocks_of_pass, head_groups_of, join_heads, row_orders
+from ..pass_blocks import PassBlocks, blocks_of_pass, head_groups_of, join_heads, row_orders
 from ..transforms import vmap_as_batch
 from .backward_kernel import backward_pass
+from .biases import PassBias, PassTable, distance_step, toeplitz_passes
 from .forward_kernel import forward_pass
-from .kernel_masks import as_bits
-from .launch import PassArrays, PassConfig, to_rows, to_tokens, vector
+from .kernel_masks import LANES, as_bits
+from .launch import PassArrays, PassConfig, bias_unit, to_rows, to_tokens, vector
 from .schedule import ScalarMemoryExceeded, Steps
 
 _TUNED = TUNING["pallas_tpu"]
@@ -66,15 +67,20 @@ def _split_to_fit(function: Callable[..., Any], call: Call, operands: Operands, 
         return x.reshape(batch * splits, 1, *x.shape[2:])
 
     def merge(x):
+        if x.ndim == 3:  # the gradient of a table, [B * splits, heads / splits, L]
+            return x.reshape(batch, -1, x.shape[-1]).sum(0)
         return jnp.moveaxis(x.reshape(batch, splits, *x.shape[2:]), 1, 2).reshape(batch, x.shape[2], -1, *x.shape[4:])
 
-    sinks, by_token = operands.sinks, (operands.segments, operands.order_ids)
+    def split_heads(x):  # [heads, ..] -> [B * splits, heads / splits, ..]
+        return None if x is None else jnp.tile(x.reshape(splits, -1, *x.shape[1:]), (batch, *[1] * x.ndim))
+
+    by_token = operands.segments, operands.order_ids
     segments, order_ids = jax.tree.map(lambda x: x[:, None].repeat(splits, axis=0), by_token)
     split_operands = operands._replace(
         **{name: split(getattr(operands, name)) for name in ("query", "key", "value")},
         segments=segments,
         order_ids=order_ids,
-        sinks=None if sinks is None else jnp.tile(sinks.reshape(splits, -1), (batch, 1)),
+        **{name: split_heads(getattr(operands, name)) for name in ("sinks", "bias_table", "bias_slopes")},
         selection=jax.tree.map(split, selection),
         mask=None,
     )
@@ -115,14 +121,18 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     dtype, operands = operands.query.dtype, _no_float16(operands)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # p = 2^(logit - inf) = 0 in rows without keys
     by_query = lse, delta, dout.astype(operands.query.dtype)
-    dqs, dk, dv = [], *(jnp.zeros_like(x, jnp.float32) for x in (operands.key, operands.value))
+    dqs, dtables, dk, dv = [], [], *(jnp.zeros_like(x, jnp.float32) for x in (operands.key, operands.value))
     for heads in _heads_by_group(call, operands):
-        dq = jnp.zeros_like(heads.query, jnp.float32)
+        dq, dtable = jnp.zeros_like(heads.query, jnp.float32), jax.tree.map(jnp.zeros_like, heads.bias_table)
         for passes in heads.group.passes:
-            pass_dq, pass_dk, pass_dv = heads.backward(passes, *map(heads.group.select, by_query))
-            dq, dk, dv = dq + pass_dq, dk + pass_dk, dv + pass_dv
+            pass_dq, pass_dk, pass_dv, *pass_dtable = heads.backward(passes, *map(heads.group.select, by_query))
+            dq, dk, dv, dtable = dq + pass_dq, dk + pass_dk, dv + pass_dv, sum(pass_dtable, dtable)
         dqs.append(dq)
-    return Gradients(join_heads(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
+        dtables.append(dtable)
+    dtable = None
+    if operands.bias_table is not None:
+        dtable = jnp.stack(dtables, axis=1).reshape(operands.bias_table.shape)
+    return Gradients(join_heads(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype), dtable)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,6 +143,7 @@ class _Heads:
     operands: Operands
     group: HeadGroup
     query: jax.Array  # [B, T, heads, H]
+    bias_table: jax.Array | None  # [heads, L], or None
 
     def forward(self, passes: tuple[Pass, ...], out_dtype, out: jax.Array | None, lse: jax.Array | None):
         """Returns (out, lse) of one pass by token, which continues from ``out`` (None for zeros) and ``lse``."""
@@ -144,7 +155,7 @@ class _Heads:
         return to_tokens(q_order, out), to_tokens(q_order, lse, -jnp.inf)
 
     def backward(self, passes: tuple[Pass, ...], lse: jax.Array, delta: jax.Array, dout: jax.Array):
-        """Returns (dq, dk, dv) of one pass by token; dk and dv for all key heads."""
+        """Returns (dq, dk, dv) of one pass by token, dk and dv for all key heads; and the table's gradient, if any."""
         q_order, kv_order = row_orders(self.operands, passes)
         config, steps, arrays = self._prepare(passes, backward=True)
         bq = config.shape[0]
@@ -153,13 +164,15 @@ class _Heads:
         members = config.heads_per_kv_head // config.stride if config.heads_per_kv_head % config.stride == 0 else 1
         if steps.words.shape[1] > 1 and steps.heads_per_list % members:
             members = 1
-        dq, dk, dv = backward_pass(config, steps, arrays, *by_query, members)
+        dq, dk, dv, *dtable = backward_pass(config, steps, arrays, *by_query, members)
         dk, dv = to_tokens(kv_order, dk), to_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
         if dk.shape[2] != key.shape[2] or config.stride > 1:
             kv_heads = config.kv_head(np.arange(0, config.heads, members))
             dk, dv = (jnp.zeros_like(x, jnp.float32).at[:, :, kv_heads].add(dx) for dx, x in ((dk, key), (dv, value)))
-        return to_tokens(q_order, dq) * self.call.scale, dk, dv
+        if self.bias_table is not None:
+            dtable = [config.bias.table.gradient(self.bias_table, *dtable)]
+        return to_tokens(q_order, dq) * self.call.scale, dk, dv, *dtable
 
     def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[PassConfig, Steps, PassArrays]:
         """Returns the static arguments, the steps and the operands of the kernel of one direction."""
@@ -181,11 +194,34 @@ class _Heads:
         if tiles is not None:
             tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
         key, value = (to_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
-        arrays = PassArrays(to_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
+        bias, *bias_arrays = self._bias(passes, blocks, backward)
+        arrays = PassArrays(to_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids, *bias_arrays)
         limited = blocks.segments is not None or pairs.active_query_groups is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         heads = self.query.shape[2], self.group.first, self.group.step, queries_per_key
-        return PassConfig(self.call, *heads, blocks.shape, blocks.granularity, blocks.rule, limited), steps, arrays
+        return (
+            PassConfig(self.call, *heads, blocks.shape, blocks.granularity, blocks.rule, limited, bias),
+            steps,
+            arrays,
+        )
+
+    def _bias(self, passes: tuple[Pass, ...], blocks: PassBlocks, backward: bool):
+        """Returns (the static part of the bias of a pass, its table, its slopes), None each without them."""
+        slopes, unit = self.operands.bias_slopes, bias_unit(self.call)
+        if self.bias_table is None and slopes is None:
+            return None, None, None
+        orders, shape = (blocks.q_order, blocks.kv_order), blocks.shape[::-1] if backward else blocks.shape
+        layout, table = None, None
+        if self.bias_table is not None:
+            step, offset = distance_step(*passes)
+            rows = orders[0].rows, orders[1].rows
+            center = self.call.bias_center + offset
+            layout = PassTable(step, center, rows, shape, backward, self.bias_table.shape[1])
+            table = layout.build(self.bias_table) * unit
+        if slopes is not None:
+            slopes = self.group.select(slopes, 0) * unit
+            slopes = jnp.broadcast_to(slopes[:, None, None], (*slopes.shape, 1, LANES))
+        return PassBias(orders, shape, backward, slopes is not None, layout), table, slopes
 
     def _ids(self, ids: jax.Array) -> jax.Array:
         """Returns the ids that these heads selected, [B, Tq, G, k], where G divides their number."""
@@ -210,7 +246,13 @@ def _selecting_rows(call: Call, selection: Selection, backward: bool) -> int:
 def _heads_by_group(call: Call, operands: Operands) -> list[_Heads]:
     """Returns the heads by chain; without batch entries they have no passes."""
     groups = head_groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
-    return [_Heads(call, operands, group, group.select(operands.query)) for group in groups]
+    table = operands.bias_table
+    if table is not None:
+        groups = [dataclasses.replace(x, passes=toeplitz_passes(call, x.passes, x.first)) for x in groups]
+    return [
+        _Heads(call, operands, group, group.select(operands.query), None if table is None else group.select(table, 0))
+        for group in groups
+    ]
 
 
 def _no_float16(operands: Operands) -> Operands:

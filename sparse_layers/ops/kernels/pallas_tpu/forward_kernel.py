@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .biases import TileBias, bias_scratch
 from .kernel_masks import LANES, to_lanes
 from .launch import (
     LOG2E,
@@ -81,7 +82,8 @@ def forward_pass(
             "m_i": pltpu.VMEM((bq, LANES), jnp.float32),
             "l_i": pltpu.VMEM((bq, LANES), jnp.float32),
             "acc": pltpu.VMEM((bq, value_size), jnp.float32),
-        },
+        }
+        | bias_scratch(config.bias, has_gradient=False),
     )
     return out, lse
 
@@ -90,6 +92,7 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
     # m_i [M, 128]: the largest logit so far, to base 2. l_i [M, 128]: by lane, the sum of p = 2 ** (s - m_i).
     # acc [M, Hv]: the sum of p @ v.
     bkv, value_size = config.shape[1], refs.value.shape[-1]
+    bias = TileBias(config.bias, refs, position)
 
     @pl.when(position.is_first_visit)
     def _():
@@ -99,7 +102,7 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc) if refs.start is None else refs.start[...]
 
     def compute(masked, limited):
-        s, _ = to_logits(config, dot(refs.query[...], refs.key[...], (1, 1)))
+        s, _ = to_logits(config, dot(refs.query[...], refs.key[...], (1, 1)), bias)
         s = mask_logits(config, refs, position, s, masked, limited, transposed=False)
         m_i = refs.m_i[...]
         m_new = jnp.maximum(m_i, s.max(1, keepdims=True))
@@ -112,6 +115,7 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
         pv = dot(p.astype(refs.value.dtype), refs.value[...], (1, 0))
         refs.acc[...] = across_lanes(alpha, value_size) * refs.acc[...] + pv
 
+    bias.begin()
     compute_by_state(position.step, config, compute)
 
     @pl.when(position.is_last_visit)

@@ -21,10 +21,11 @@ from jax.experimental.pallas import tpu as pltpu
 from ....masks.states import FULL, PARTIAL
 from ...planning.row_orders import RowOrder
 from ..call import Call
+from .biases import PassBias, TileBias
 from .kernel_masks import LANES, allowed_pairs, from_bits, to_column
 from .schedule import LIMITED, Step, Steps
 
-OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
+OPTIONAL = "tile", "q_ids", "kv_ids", "table", "slopes", "dtable", "start", "start_lse"
 LOG2E = math.log2(math.e)
 # Above the compiler's own limit (16 MiB on v5e), below the smallest memory of a generation (64 MiB on v5p and TPU7x).
 VMEM_BYTES = 48 << 20
@@ -44,6 +45,7 @@ class PassConfig:
     # Computes a partial block from row indices; None if tiles hold them, or no block is partial.
     mask: Callable[[Any, Any], Any] | None
     limited: bool  # True if ids limit blocks, too, or a selection that differs within a block of queries
+    bias: PassBias | None = None
 
     def kv_head(self, index: Any) -> Any:
         """Returns the key head of a query head by its index in the pass."""
@@ -74,6 +76,10 @@ class PassArrays(NamedTuple):
     # Segment ids, and if there are n = 2 ids, order ids: int32 [B, 1, blocks, n, bq] and [B, 1, blocks, n, bkv].
     q_ids: jax.Array | None = None
     kv_ids: jax.Array | None = None
+    # Of a bias, in the unit of `to_logits`: float32 [heads, 1, entries], see `PassTable`, and [heads, 1, 128], equal in
+    # all lanes.
+    table: jax.Array | None = None
+    slopes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,7 @@ class BlockOperands:
 
     config: PassConfig
     transposed: bool  # True if key blocks are the outer ones, as for dk and dv. Logits are [bkv, bq] then.
+    members: int = 1  # query heads that share an output block
 
     def by_query(self, array: Any) -> BlockOperand:
         """Returns the operand of [B, heads, rows, size]."""
@@ -124,7 +131,14 @@ class BlockOperands:
             "kv_ids": _optional(
                 arrays.kv_ids, (None, None, num_ids, bkv), lambda b, h, step, _: (b, 0, self._kv(step), 0, 0)
             ),
+            "table": None if arrays.table is None else self.table(arrays.table),
+            "slopes": _optional(arrays.slopes, (1, LANES), lambda b, h, step, _: (h, 0, 0)),
         }
+
+    def table(self, array: Any, *batch: None) -> BlockOperand:
+        """Returns the operand of [heads, 1, entries], the tables of all members; with ``batch``, of [B, heads, ..]."""
+        block_shape = *batch, self.members, 1, array.shape[-1]
+        return BlockOperand(array, block_shape, lambda b, h, *_: (*(b for _ in batch), h // self.members, 0, 0))
 
     def _q(self, step: Step) -> Any:
         return step.inner if self.transposed else step.outer
@@ -271,12 +285,17 @@ def compute_by_state(step: Step, config: PassConfig, compute: Callable[[bool, bo
         pl.when(step.state == LIMITED)(lambda: compute(False, True))
 
 
-def to_logits(config: PassConfig, product: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def bias_unit(call: Call) -> float:
+    """Returns the factor on a bias in `to_logits`."""
+    return LOG2E if call.soft_cap is None else 1 / call.soft_cap
+
+
+def to_logits(config: PassConfig, product: jax.Array, bias: TileBias) -> tuple[jax.Array, jax.Array | None]:
     """Returns logits to base 2 from the products q . k, and the slope of the soft cap at them."""
     cap = config.call.soft_cap
     if cap is None:
-        return product * (config.call.scale * LOG2E), None
-    squashed = jnp.tanh(product * (config.call.scale / cap))
+        return bias.add(product * (config.call.scale * LOG2E)), None
+    squashed = jnp.tanh(bias.add(product * (config.call.scale / cap)))
     return squashed * (cap * LOG2E), 1 - squashed * squashed
 
 

@@ -1,0 +1,314 @@
+"""Biases by distance in TPU kernels: the table of a pass, its windows in the kernel, and the gradient of the table.
+
+**Distances are diagonals.** Where a row further is always the same number of tokens further, all pairs on a diagonal of
+a tile of logits [R, C] have one distance. A tile needs R + C - 1 entries of the table, one window of it.
+**A window is skewed once.** Rows of the window are rotated by one lane more each: [128, W]. Each 128 rows of the tile
+are a slice of that, which begins at a multiple of 128 lanes.
+**Neighbouring tiles share windows.** Distances beyond the table take its first or last entry. So most windows are all
+first or all last entries, and are the same: a window is skewed again only if it differs from that of the last step.
+**The gradient goes the same way back.** ds is added up in [128, W] while the window stays. Then rows are rotated back,
+and their sum is added to the gradient in VMEM. All sums have a fixed order.
+
+The backward kernel's logits are [keys, queries], where distances fall along lanes: it reads the table in reverse.
+Passes in other row orders run in natural order instead; see `toeplitz_passes`. Slopes need tokens alone.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ....masks.algebra import And, Mask, Or
+from ....masks.primitives import Strided
+from ....masks.states import EMPTY
+from ...planning.plan import Pass
+from ...planning.row_orders import RowOrder, RowOrderPair
+from ..call import Call
+from .kernel_masks import LANES
+
+SUBLANES = 8  # of a vector register
+
+
+# --- row orders ------------------------------------------------------------------------------------------------------
+
+
+def toeplitz_passes(call: Call, passes: tuple[tuple[Pass, ...], ...], head: int) -> tuple[tuple[Pass, ...], ...]:
+    """Returns the passes of a chain if distances are diagonals in all of them, else one in natural order.
+
+    ``head`` is the first head of the chain.
+    """
+    if all(distance_step(*x) is not None for x in passes):
+        return passes
+    mask, first = call.masks[head % len(call.masks)], passes[0][0]
+    return ((dataclasses.replace(first, q_order=mask.q_order, kv_order=mask.kv_order, mask=mask),),)
+
+
+def distance_step(block_pass: Pass | None = None) -> tuple[int, int] | None:
+    """Returns (step, offset) if all pairs of a pass are ``step * (column - row) + offset`` tokens apart, else None."""
+    if block_pass is None:  # its blocks are known at run time only, in natural order
+        return 1, 0
+    orders = block_pass.q_order, block_pass.kv_order
+    first_q, first_k = map(_first_of_contiguous, orders)
+    if first_q is not None and first_k is not None:
+        return 1, first_k - first_q
+    stride = orders[0].shape[-1]
+    is_residue_major = all(x == RowOrder.residue_major(x.length, stride) for x in orders)
+    if is_residue_major and orders[0].shape == orders[1].shape and _keeps_residue(block_pass.mask.mask, stride):
+        return stride, 0
+    return None
+
+
+def _first_of_contiguous(order: RowOrder) -> int | None:
+    """Returns the token of row 0 if row r is r tokens further, else None."""
+    if order.natural:
+        return 0
+    is_one_range = order == RowOrder.periodic(order.length, order.shape[-1], order.offset, order.offset + order.rows)
+    return order.offset if is_one_range and order.shape[0] == 1 else None
+
+
+def _keeps_residue(mask: Mask, stride: int) -> bool:
+    """True if a mask certainly allows no pairs of tokens of different residues of a stride."""
+    if isinstance(mask, And | Or):
+        sides = _keeps_residue(mask.left, stride), _keeps_residue(mask.right, stride)
+        return any(sides) if isinstance(mask, And) else all(sides)
+    return isinstance(mask, Strided) and mask.stride % stride == 0
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PassTable:
+    """The table of a pass, by steps between rows: tile (i, j) reads a window, entry ``c - r + R - 1`` at (r, c)."""
+
+    step: int  # tokens between neighbouring diagonals
+    center: int  # index in the caller's table of pairs with equal rows
+    rows: tuple[int, int]  # of queries and of keys
+    shape: tuple[int, int]  # (R, C), of a tile of logits
+    transposed: bool  # True if its rows are keys
+    length: int  # L, entries of the caller's table
+
+    @property
+    def is_aligned(self) -> bool:
+        """True if all windows begin at multiples of 128 entries."""
+        return all(x % LANES == 0 for x in self.shape)
+
+    @property
+    def chunk(self) -> int:
+        """Rows that are skewed together."""
+        return LANES if self.shape[0] % LANES == 0 else self.shape[0]
+
+    @property
+    def window(self) -> int:
+        """W, the entries of a window, whole lanes."""
+        return _to_lanes(sum(self.shape) - 1 + (0 if self.is_aligned else LANES - 1))
+
+    @property
+    def _kept(self) -> tuple[int, int, int]:
+        """(first, last, index of distance 0) of entries every ``step`` tokens, of those that a pass may need."""
+        zero = self.center // self.step + 1
+        entries = -(-(self.length + 2 * self.step - self.center % self.step) // self.step)
+        first, last = (min(max(zero + reach, 0), entries - 1) for reach in (1 - self.rows[0], self.rows[1] - 1))
+        return first, last, zero - first
+
+    @property
+    def _padding(self) -> tuple[int, int]:
+        """Copies of the first entry in front and of the last one behind, as many as a window holds."""
+        entries, before = self._entries, sum(self.shape) - 2
+        before += (self.shape[0] - 1 - self._zero - before) % LANES  # aligns windows
+        return before, _to_lanes(before + entries - 1 + self.window) - before - entries
+
+    @property
+    def _entries(self) -> int:
+        first, last, _ = self._kept
+        return last - first + 1
+
+    @property
+    def _zero(self) -> int:
+        """Index of distance 0, without padding; it may lie outside."""
+        zero = self._kept[2]
+        return self._entries - 1 - zero if self.transposed else zero
+
+    @property
+    def padded_length(self) -> int:
+        """Entries with padding."""
+        return self._entries + sum(self._padding)
+
+    def start(self, row_block: Any, column_block: Any) -> Any:
+        """Returns the first entry of the window of a tile; it is of equal entries if the true one lies outside."""
+        (rows, columns), before = self.shape, self._padding[0]
+        start = column_block * columns - row_block * rows + (before + self._zero - (rows - 1))
+        start = jnp.clip(start, 0, self.padded_length - self.window)
+        return pl.multiple_of(start, LANES) if self.is_aligned else start
+
+    def build(self, table: jax.Array) -> jax.Array:
+        """Returns [heads, 1, padded_length] from the caller's table [heads, L]; a linear function."""
+        first, last, _ = self._kept
+        table = jnp.pad(table, ((0, 0), (self.step, self.step)), mode="edge")[:, self.center % self.step :: self.step]
+        table = table[:, first : last + 1]
+        table = table[:, ::-1] if self.transposed else table
+        return jnp.pad(table, ((0, 0), self._padding), mode="edge")[:, None]
+
+    def gradient(self, table: jax.Array, dtable: jax.Array) -> jax.Array:
+        """Returns the gradient [heads, L] of the caller's table from that [B, heads, 1, padded_length] of a pass."""
+        _, transpose = jax.vjp(self.build, table)
+        return transpose(dtable.sum(0))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassBias:
+    """The static part of the bias of a pass."""
+
+    orders: RowOrderPair  # of queries and of keys
+    shape: tuple[int, int]  # of a tile of logits
+    transposed: bool  # True if its rows are keys
+    has_slopes: bool
+    table: PassTable | None
+
+
+def _to_lanes(n: int) -> int:
+    return -(-n // LANES) * LANES
+
+
+# --- inside kernels --------------------------------------------------------------------------------------------------
+
+
+def bias_scratch(bias: PassBias | None, has_gradient: bool) -> dict[str, Any]:
+    """Returns the memory of `TileBias` that lasts from step to step."""
+    if bias is None or bias.table is None:
+        return {}
+    shape = bias.table.chunk, bias.table.window
+    names = ("bias_tile", "bias_sums") if has_gradient else ("bias_tile",)
+    return {name: pltpu.VMEM(shape, jnp.float32) for name in names} | {"bias_state": pltpu.SMEM((2,), jnp.int32)}
+
+
+class TileBias:
+    """The bias of a step's tile of logits, for one kernel; without a bias it does nothing.
+
+    ``members`` are the query heads of a group, each with a table in the block.
+    """
+
+    def __init__(self, bias: PassBias | None, refs: Any, position: Any, members: int = 1):
+        self.bias, self.refs, self.position, self.members = bias, refs, position, members
+        self.table = None if bias is None else bias.table
+
+    def begin(self) -> None:
+        """Skews the window of the step's tile, unless the last step had the same; every step calls it first."""
+        table, refs = self.table, self.refs
+        if table is None:
+            return
+
+        @pl.when(self.position.is_first_step)
+        def _():
+            refs.bias_state[0] = jnp.int32(-1)
+            if refs.dtable is not None:
+                refs.dtable[...] = jnp.zeros_like(refs.dtable)
+
+        start, member = table.start(*self._blocks), self._member
+        is_new = (refs.bias_state[0] != start) | (refs.bias_state[1] != member)
+
+        @pl.when(is_new & (self.position.step.state != EMPTY))
+        def _():
+            self._flush()
+            refs.bias_tile[...] = _skewed(refs.table[member, :, self._window(start)], table.chunk, self._rest(start))
+            if refs.dtable is not None:
+                refs.bias_sums[...] = jnp.zeros_like(refs.bias_sums)
+            refs.bias_state[0], refs.bias_state[1] = start, member
+
+    def add(self, x: jax.Array) -> jax.Array:
+        """Returns a tile of logits with its bias."""
+        if self.bias is None:
+            return x
+        if self.table is not None:
+            x = jnp.concatenate([x[rows] + self.refs.bias_tile[:, lanes] for rows, lanes in self._chunks()], axis=0)
+        if self.bias.has_slopes:
+            x = x - abs(self._tokens(1) - self._tokens(0)) * self.refs.slopes[:, :1]
+        return x
+
+    def add_gradient(self, ds: jax.Array) -> None:
+        """Adds the gradients of a tile of logits to those of the table."""
+        if self.table is not None:
+            for rows, lanes in self._chunks():
+                self.refs.bias_sums[:, lanes] += ds[rows]
+
+    def end(self) -> None:
+        """Completes the gradient of the table in the last step of a group of heads; every step calls it last."""
+        if self.table is not None:
+            pl.when(self.position.is_last_step)(self._flush)
+
+    @property
+    def _blocks(self) -> tuple[Any, Any]:
+        """The row block and the column block."""
+        return self.position.step.outer, self.position.step.inner
+
+    @property
+    def _member(self) -> Any:
+        return self.position.head % self.members if self.members > 1 else jnp.int32(0)
+
+    def _tokens(self, axis: int) -> jax.Array:
+        """Returns the tokens of rows [R, 1] or of columns [1, C], in float32."""
+        assert self.bias is not None
+        shape = [1, 1]
+        shape[axis] = size = self.bias.shape[axis]
+        row = self._blocks[axis] * size + lax.broadcasted_iota(jnp.int32, shape, axis)
+        return self.bias.orders[axis ^ self.bias.transposed].token(row).astype(jnp.float32)
+
+    def _chunks(self) -> list[tuple[slice, slice]]:
+        """Returns the rows of each chunk of a tile, and the lanes of the skewed window that are its entries."""
+        assert self.table is not None
+        (rows, columns), chunk = self.table.shape, self.table.chunk
+        return [
+            (slice(i, i + chunk), slice(rows - chunk - i, rows - chunk - i + columns)) for i in range(0, rows, chunk)
+        ]
+
+    def _window(self, start: Any) -> Any:
+        assert self.table is not None
+        return pl.ds(pl.multiple_of(start - self._rest(start), LANES), self.table.window)
+
+    def _rest(self, start: Any) -> Any:
+        """Returns the entries from the last multiple of 128 to the start of a window."""
+        assert self.table is not None
+        return 0 if self.table.is_aligned else start % LANES
+
+    def _flush(self) -> None:
+        """Adds the sums of ds to the gradient of the table, unless there are none yet."""
+        refs = self.refs
+        if refs.dtable is None:
+            return
+        start, member = refs.bias_state[0], refs.bias_state[1]
+
+        @pl.when(start >= 0)
+        def _():
+            sums = _diagonal_sums(refs.bias_sums[...], self._rest(start))
+            refs.dtable[member, :, self._window(start)] += sums
+
+
+def _skewed(window: jax.Array, rows: int, rest: Any) -> jax.Array:
+    """Returns [rows, W] from [1, W], with entry ``rest + y - r + rows - 1`` at (r, y)."""
+    width = window.shape[1]
+    x = jnp.broadcast_to(window, (SUBLANES, width))
+    x = pltpu.roll(x, width - (rows - 1) - rest, 1)
+    x = _rotated_by_row(x, 1)
+    return jnp.concatenate([pltpu.roll(x, i, 1) if i else x for i in range(0, rows, SUBLANES)], axis=0)
+
+
+def _diagonal_sums(x: jax.Array, rest: Any) -> jax.Array:
+    """Returns [1, W], sums over the entries of [rows, W] that `_skewed` copies from the same entry: its transpose."""
+    rows, width = x.shape
+    sums = x[:SUBLANES]
+    for i in range(SUBLANES, rows, SUBLANES):
+        sums += pltpu.roll(x[i : i + SUBLANES], width - i, 1)
+    sums = _rotated_by_row(sums, width - 1).sum(0, keepdims=True)
+    return pltpu.roll(jnp.broadcast_to(sums, (SUBLANES, width)), rows - 1 + rest, 1)[:1]
+
+
+def _rotated_by_row(x: jax.Array, by: int) -> jax.Array:
+    """Returns [8, W] with row r rotated by ``r * by`` lanes."""
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    for bit in (1, 2, 4):
+        x = jnp.where(row & bit != 0, pltpu.roll(x, bit * by % x.shape[1], 1), x)
+    return x
