@@ -35,6 +35,7 @@ def kernels(
     segments=False,
     order_ids=False,
     sinks=None,
+    bias=None,
     backward=True,
     chosen=None,
     **options,
@@ -46,8 +47,8 @@ def kernels(
     device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
     dynamic = isinstance(mask, jax.ShapeDtypeStruct)
 
-    def program(arrays, mask_array, ids, order, selection, sink_logits, dout, dlse):
-        def call(arrays):
+    def program(arrays, mask_array, ids, order, selection, sink_logits, bias, dout, dlse):
+        def call(arrays, bias):
             return sl.block_sparse_attention(
                 *arrays,
                 mask_array if dynamic else mask,
@@ -55,14 +56,15 @@ def kernels(
                 order_ids=order,
                 selection=selection,
                 sinks=sink_logits,
+                bias=bias,
                 implementation="pallas_tpu",
                 return_lse=True,
                 **options,
             )
 
         if not backward:
-            return call(arrays)
-        answers, pullback = jax.vjp(call, arrays)
+            return call(arrays, bias)
+        answers, pullback = jax.vjp(call, arrays, bias)
         return answers, pullback((dout, dlse))
 
     (n, k), (h, hv) = heads, sizes
@@ -77,6 +79,7 @@ def kernels(
         *(jax.ShapeDtypeStruct((1, t), jnp.int32) if given else None for given in (segments, order_ids)),
         selection,
         sinks,
+        bias,
         jax.ShapeDtypeStruct((1, t, n, hv), dtype),
         jax.ShapeDtypeStruct((1, t, n), jnp.float32),
     )
@@ -134,6 +137,9 @@ def test_compiles(generation, size, name):
 SMALL = sl.FwdParams(q_blocksize=128, kv_blocksize=128)
 TABLE = np.random.default_rng(0).random((512, 512)) < 0.3
 TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
+# The tables are of 4 heads.
+T5 = jax.eval_shape(functools.partial(sl.DistanceBias, center=128), jax.ShapeDtypeStruct((4, 257), jnp.float32))
+WITH_SLOPES = jax.eval_shape(functools.partial(sl.DistanceBias, slopes=(0.1,) * 4), T5.table)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +164,18 @@ TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
         pytest.param("v6e", sl.Causal(), 1, {"chosen": (64, 16, 2, 4), "heads": (4, 2)}, id="64, by key head"),
         pytest.param("tpu7x", sl.Causal(), 1, {"chosen": (128, 512, 4, 1), "heads": (4, 2)}, id="128, by head"),
         pytest.param("v5p", sl.Array(TABLE), 1, {"chosen": (16, 48, 1, 4), "segments": True}, id="choices, tiles"),
+        pytest.param("v5e", sl.Causal(), 1, {"bias": T5, "heads": (4, 2)}, id="table, GQA"),
+        pytest.param("v5p", sl.Causal(), 1, {"bias": sl.alibi(2), "dtype": "float32"}, id="slopes, float32"),
+        pytest.param(
+            *("v6e", sl.Full(), 1),
+            {"bias": WITH_SLOPES, "heads": (4, 4), "logits_soft_cap": 9.0, "segments": True},
+            id="table and slopes",
+        ),
+        pytest.param(
+            *("tpu7x", sl.Causal(), 1),
+            {"bias": T5, "chosen": (64, 48, 2, 4), "heads": (4, 2)},
+            id="table, blocks of 48 keys",
+        ),
     ],
 )
 def test_compiles_options(generation, mask, passes, options):

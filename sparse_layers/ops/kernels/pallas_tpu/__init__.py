@@ -16,6 +16,9 @@ from ..transforms import differentiable_once
 
 # Rows of bfloat16 that a vector register holds.
 MIN_GRANULARITY = 16
+# Entries of the tables of query heads that share a key head. With their gradient and two buffers each, 16 MiB of vector
+# memory.
+MAX_TABLE_ENTRIES = 1 << 20
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -24,6 +27,14 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return "it computes in float32 at most, and query is float64"
     if call.bias_orders is not None:
         return "it counts the distances of a bias by tokens, not on a grid"
+    if operands.bias_table is not None:
+        (_, q_len, heads, _), (_, kv_len, kv_heads, _) = operands.query.shape, operands.key.shape
+        entries = heads // kv_heads * min(operands.bias_table.shape[1], q_len + kv_len)
+        if entries > MAX_TABLE_ENTRIES:
+            return (
+                f"its vector memory holds {MAX_TABLE_ENTRIES} entries of a bias with a table for the query heads of a "
+                f"key head, and they have {entries}"
+            )
     selection = operands.selection
     if selection is not None and selection.granularity < MIN_GRANULARITY:
         return (
