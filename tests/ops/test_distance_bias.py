@@ -163,7 +163,9 @@ def test_what_pallas_tpu_refuses_of_it():
     call = functools.partial(sl.block_sparse_attention, plan_or_mask=sl.Causal(), implementation="pallas_tpu")
     with pytest.raises(NotImplementedError, match=r"^pallas_tpu: it counts the distances of a bias by tokens, not on "):
         call(*arrays()[:3], bias=sl.grid_bias((5, 8), np.ones((1, 3, 3))))
-    with pytest.raises(NotImplementedError, match="^pallas_tpu: its vector memory holds 1048576 entries of .* 1310720"):
+    with pytest.raises(
+        NotImplementedError, match=r"^pallas_tpu: its vector memory holds 1048576 entries of .* 1310720"
+    ):
         shapes = [jax.ShapeDtypeStruct((1, 1 << 18, heads, 16), jnp.bfloat16) for heads in (4, 1, 1)]
         bias = sl.DistanceBias(jnp.zeros((4, 5 << 16)), 0)
         jax.eval_shape(functools.partial(call, bias=bias), *shapes)

@@ -54,7 +54,7 @@ def backward_pass(
     delta: jax.Array,
     dout: jax.Array,
     members: int,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes the gradients of one pass of a chain in float32.
 
     Args:
@@ -66,8 +66,8 @@ def backward_pass(
       members: neighbouring query heads of one key head, whose dk and dv are summed up.
 
     Returns:
-      dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv]. If there is a
-      table, its gradient, too: [B, heads, 1, entries].
+      dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H], dv [.., Hv], and the gradient
+      of the table [B, heads, 1, entries], or None.
     """
     blocks = BlockOperands(config, transposed=True, members=members)
     batch, heads = arrays.query.shape[:2]
@@ -82,26 +82,25 @@ def backward_pass(
         dtable = jax.ShapeDtypeStruct((batch, *arrays.table.shape), jnp.float32)
         outputs["dtable"] = blocks.table(dtable, None)
     by_query = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
-    return (
-        *launch(
-            functools.partial(_kernel, config, members),
-            "sparse_bwd",
-            steps,
-            (batch, heads // members, members),
-            blocks.operands(arrays) | by_query | {"dq_start": BlockOperand(dq, None, None)},
-            outputs,
-            {
-                "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
-                "dv_acc": pltpu.VMEM((bkv, arrays.value.shape[-1]), jnp.float32),
-                "dq_tiles": pltpu.VMEM((2, bq, arrays.query.shape[-1]), jnp.float32),
-                "loaded": pltpu.SemaphoreType.DMA((2,)),
-                "stored": pltpu.SemaphoreType.DMA,
-                "state": pltpu.SMEM((3,), jnp.int32),
-            }
-            | bias_scratch(config.bias, has_gradient=True),
-            aliases={"dq_start": "dq"},
-        ),
+    dq, dk, dv, *dtable = launch(
+        functools.partial(_kernel, config, members),
+        "sparse_bwd",
+        steps,
+        (batch, heads // members, members),
+        blocks.operands(arrays) | by_query | {"dq_start": BlockOperand(dq, None, None)},
+        outputs,
+        {
+            "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
+            "dv_acc": pltpu.VMEM((bkv, arrays.value.shape[-1]), jnp.float32),
+            "dq_tiles": pltpu.VMEM((2, bq, arrays.query.shape[-1]), jnp.float32),
+            "loaded": pltpu.SemaphoreType.DMA((2,)),
+            "stored": pltpu.SemaphoreType.DMA,
+            "state": pltpu.SMEM((3,), jnp.int32),
+        }
+        | bias_scratch(config.bias, has_gradient=True),
+        aliases={"dq_start": "dq"},
     )
+    return dq, dk, dv, dtable[0] if dtable else None
 
 
 def _kernel(config: PassConfig, members: int, refs: Any, position: GridPosition) -> None:

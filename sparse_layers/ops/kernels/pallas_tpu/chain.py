@@ -125,8 +125,9 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     for heads in _heads_by_group(call, operands):
         dq, dtable = jnp.zeros_like(heads.query, jnp.float32), jax.tree.map(jnp.zeros_like, heads.bias_table)
         for passes in heads.group.passes:
-            pass_dq, pass_dk, pass_dv, *pass_dtable = heads.backward(passes, *map(heads.group.select, by_query))
-            dq, dk, dv, dtable = dq + pass_dq, dk + pass_dk, dv + pass_dv, sum(pass_dtable, dtable)
+            pass_dq, pass_dk, pass_dv, pass_dtable = heads.backward(passes, *map(heads.group.select, by_query))
+            dq, dk, dv = dq + pass_dq, dk + pass_dk, dv + pass_dv
+            dtable = jax.tree.map(jnp.add, dtable, pass_dtable)
         dqs.append(dq)
         dtables.append(dtable)
     dtable = None
@@ -155,7 +156,7 @@ class _Heads:
         return to_tokens(q_order, out), to_tokens(q_order, lse, -jnp.inf)
 
     def backward(self, passes: tuple[Pass, ...], lse: jax.Array, delta: jax.Array, dout: jax.Array):
-        """Returns (dq, dk, dv) of one pass by token, dk and dv for all key heads; and the table's gradient, if any."""
+        """Returns (dq, dk, dv, gradient of the table or None) of one pass by token; dk and dv for all key heads."""
         q_order, kv_order = row_orders(self.operands, passes)
         config, steps, arrays = self._prepare(passes, backward=True)
         bq = config.shape[0]
@@ -164,15 +165,17 @@ class _Heads:
         members = config.heads_per_kv_head // config.stride if config.heads_per_kv_head % config.stride == 0 else 1
         if steps.words.shape[1] > 1 and steps.heads_per_list % members:
             members = 1
-        dq, dk, dv, *dtable = backward_pass(config, steps, arrays, *by_query, members)
+        dq, dk, dv, dtable = backward_pass(config, steps, arrays, *by_query, members)
         dk, dv = to_tokens(kv_order, dk), to_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
         if dk.shape[2] != key.shape[2] or config.stride > 1:
             kv_heads = config.kv_head(np.arange(0, config.heads, members))
             dk, dv = (jnp.zeros_like(x, jnp.float32).at[:, :, kv_heads].add(dx) for dx, x in ((dk, key), (dv, value)))
-        if self.bias_table is not None:
-            dtable = [config.bias.table.gradient(self.bias_table, *dtable)]
-        return to_tokens(q_order, dq) * self.call.scale, dk, dv, *dtable
+        if dtable is not None:
+            table, layout = self.bias_table, config.bias and config.bias.table
+            assert table is not None and layout is not None
+            dtable = layout.gradient(table, dtable)
+        return to_tokens(q_order, dq) * self.call.scale, dk, dv, dtable
 
     def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[PassConfig, Steps, PassArrays]:
         """Returns the static arguments, the steps and the operands of the kernel of one direction."""
@@ -199,21 +202,21 @@ class _Heads:
         limited = blocks.segments is not None or pairs.active_query_groups is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         heads = self.query.shape[2], self.group.first, self.group.step, queries_per_key
-        return (
-            PassConfig(self.call, *heads, blocks.shape, blocks.granularity, blocks.rule, limited, bias),
-            steps,
-            arrays,
-        )
+        config = PassConfig(self.call, *heads, blocks.shape, blocks.granularity, blocks.rule, limited, bias)
+        return config, steps, arrays
 
     def _bias(self, passes: tuple[Pass, ...], blocks: PassBlocks, backward: bool):
         """Returns (the static part of the bias of a pass, its table, its slopes), None each without them."""
         slopes, unit = self.operands.bias_slopes, bias_unit(self.call)
         if self.bias_table is None and slopes is None:
             return None, None, None
-        orders, shape = (blocks.q_order, blocks.kv_order), blocks.shape[::-1] if backward else blocks.shape
+        orders, (bq, bkv) = (blocks.q_order, blocks.kv_order), blocks.shape
+        shape = (bkv, bq) if backward else (bq, bkv)
         layout, table = None, None
         if self.bias_table is not None:
-            step, offset = distance_step(*passes)
+            distances = distance_step(*passes)
+            assert distances is not None  # see `toeplitz_passes`
+            step, offset = distances
             rows = orders[0].rows, orders[1].rows
             center = self.call.bias_center + offset
             layout = PassTable(step, center, rows, shape, backward, self.bias_table.shape[1])
