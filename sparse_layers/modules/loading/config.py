@@ -46,13 +46,6 @@ class Config:
         number = as_float(self.get(name))
         return self.one_of(name, () if number is None or number <= 0 else (number,), "a number > 0")
 
-    def divisible_sizes(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
-        """Returns two settings, integers >= 1, the second of which divides the first."""
-        size, divisor = self.size(name), self.size(by, default)
-        if size % divisor:
-            raise ValueError(f"{self.file}: {by} must divide {name}={size}, got {divisor}")
-        return size, divisor
-
     def one_of(self, name: str, allowed: Collection[Any], rule: str = "", default: Any = None) -> Any:
         """Returns a setting that has one of the allowed values."""
         value = self.get(name, default)

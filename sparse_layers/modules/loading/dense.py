@@ -162,7 +162,7 @@ def from_linen(
         raise ValueError(
             f"normalize_qk: params have {'' if normalize_qk else 'no '}norms of q and k, got {requested_norm!r}"
         )
-    sizes = _linen_sizes(shapes, normalize_qk)
+    sizes = _linen_sizes(shapes)
     layer_options: dict[str, Any] = dict(options)
     dtype = layer_options.pop("param_dtype", None)
     arrays: dict[PathParts, jax.Array] = {path: jnp.array(array, dtype) for path, array in values.items()}
@@ -181,37 +181,28 @@ def _flat_params(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     return flat
 
 
-def _linen_sizes(shapes: Mapping[str, tuple[int, ...]], normalize_qk: bool) -> dict[str, Any]:
-    """Returns the sizes and use_bias of a layer whose parameters have these shapes.
+def _linen_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Returns the sizes and use_bias of a layer whose parameters have these shapes, as far as three kernels say.
 
     Raises:
-      ValueError: unknown or missing names, or shapes that do not fit.
+      ValueError: kernels that are missing, or whose shapes do not fit.
     """
-    projections, norms = ("query", "key", "value", "out"), ("query_ln", "key_ln")
-    use_bias = any(name.endswith(".bias") for name in shapes)
-    expected_names = [f"{name}.kernel" for name in projections]
-    expected_names += [f"{name}.bias" for name in projections if use_bias]
-    expected_names += [f"{name}.scale" for name in norms if normalize_qk]
-    refuse_names(shapes, expected_names + ["sinks"] * ("sinks" in shapes), "params")
-    for name in ("query.kernel", "key.kernel", "out.kernel"):
+    kernels = ("query.kernel", "key.kernel", "out.kernel")
+    refuse_names([name for name in kernels if name in shapes], kernels, "params")
+    for name in kernels:
         if len(shapes[name]) != 3:
             raise ValueError(f"params: {name} must have three axes, got shape {shapes[name]}")
     features, heads, size = shapes["query.kernel"]
     kv_heads, out_features = shapes["key.kernel"][1], shapes["out.kernel"][2]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"params: the {kv_heads} heads of key.kernel must divide the {heads} of query.kernel")
-    expected: dict[str, tuple[int, ...]] = {"out.kernel": (heads, size, out_features), "out.bias": (out_features,)}
-    for name, n in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
-        expected |= {f"{name}.kernel": (features, n, size), f"{name}.bias": (n, size)}
-    expected |= {f"{name}.scale": (size,) for name in norms} | {"sinks": (heads,)}
-    refuse_shapes(shapes, expected, "params")
     return {
         "num_heads": heads,
         "in_features": features,
         "qkv_features": heads * size,
         "out_features": out_features,
         "num_kv_heads": kv_heads,
-        "use_bias": use_bias,
+        "use_bias": any(name.endswith(".bias") for name in shapes),
     }
 
 

@@ -1,14 +1,15 @@
 """Families of decoders: tables that translate the ``config.json`` of a checkpoint into settings of a model."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...arguments.checks import Natural, checked, suggest
 from ...masks.primitives import Causal, Window
 from ..mixture import MixtureOfExperts
+from ..settings import PROJECTIONS
 from .config import FULL, SLIDING, Config
+from .entries import GPT2_ENTRIES, Entry, choice, factor, llama_entries, number, optional, size
 from .rotary import make_rope
 
 # Settings that must have one of these values. The first is the default.
@@ -23,9 +24,6 @@ _SUPPORTED = {
     "mlp_bias": (False, True),
     "use_sliding_window": (False, True),
 }
-# Activations by Hugging Face's names: of GPT-2's MLP, and of gated ones.
-MLPS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_exact", "relu": "relu"}
-GATED_MLPS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "swish": "swiglu", "gelu_new": "geglu"}
 
 
 def family_of(config: Config) -> "Family":
@@ -50,28 +48,20 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
     Scalings of rotary position embeddings depend on seq_len, by default the configuration's.
     """
     family = family_of(config)
-    for name, allowed in _SUPPORTED.items():
+    for name, allowed in (_SUPPORTED | dict(family.supported)).items():
         if name != "quantization_config" or not family.reads_mxfp4 or not is_mxfp4(config):
             config.one_of(name, allowed, default=allowed[0])
-    settings = family.settings(config)
+    biases = (*PROJECTIONS,) if config.get("attention_bias") else ()
+    settings = {"norm": "rms", "positions": "rope", "use_bias": (*biases, "mlp") if config.get("mlp_bias") else biases}
+    settings |= _read_entries(family.entries, config) | dict(family.settings) | family.derive(config)
     count = settings["num_layers"]
     if count != num_layers:  # before anything is made for each layer
-        name = "n_layer" if family.conv1d else "num_hidden_layers"
+        name = next(entry.name for entry in family.entries if entry.setting == "num_layers")
         raise ValueError(f"{config.file}: {name} must be {num_layers}, as the tensors have so many layers, got {count}")
-    default_types = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
-    layer_types = config.get("layer_types") or default_types
-    is_known = isinstance(layer_types, list) and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
-    if not is_known or len(layer_types) != count:
-        raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {layer_types}")
-    if layer_types != default_types and not family.mixed_layers:
-        raise ValueError(
-            f"{config.file}: layer_types must be those that this architecture has, {default_types}, got {layer_types}"
-        )
-    if SLIDING in layer_types and "use_sliding_window" in family.defaults and not config.get("use_sliding_window"):
-        raise ValueError(f"{config.file}: use_sliding_window must be True where layer_types has {SLIDING!r}, got False")
-    if "experts" in settings:
-        experts, dense = settings.pop("experts"), settings["mlp"]
+    if family.experts:
+        experts, dense = _make_experts(family, config, settings["mlp"]), settings["mlp"]
         settings["mlp"] = tuple(_cycle([experts if family.has_experts(config, i) else dense for i in range(count)]))
+    layer_types = _layer_types(family, config, count)
     cycle = _cycle([(x, family.rotates(config, i, x == SLIDING)) for i, x in enumerate(layer_types)])
     windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in layer_types else {}
     settings["patterns"] = tuple(Causal() & Window(windows[x]) if x in windows else Causal() for x, _ in cycle)
@@ -80,6 +70,40 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
         ropes = {x: make_rope(config, x, family.thetas, **sizes) for x, rotates in cycle if rotates}
         settings["rope"] = tuple(ropes[x] if rotates else None for x, rotates in cycle)
     return settings
+
+
+def _read_entries(entries: tuple[Entry, ...], config: Config) -> dict[str, Any]:
+    """Returns the arguments that a configuration's entries mean, without those that they leave at their defaults."""
+    values = [(entry.setting, entry.read(config)) for entry in entries]
+    return {setting: value for setting, value in values if value is not None}
+
+
+def _make_experts(family: "Family", config: Config, activation: str) -> MixtureOfExperts:
+    settings: dict[str, Any] = {"activation": activation} | _read_entries(family.experts, config) | dict(family.mixture)
+    try:
+        return MixtureOfExperts(**settings)
+    except ValueError as error:
+        raise ValueError(f"{config.file}: {error}") from error
+
+
+def _layer_types(family: "Family", config: Config, count: int) -> list[str]:
+    """Returns the types of layers, FULL or SLIDING, by a configuration's layer_types or by the family's rule.
+
+    Raises:
+      ValueError: types that are unknown, too few, or not those of the architecture.
+    """
+    default_types = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
+    layer_types = config.get("layer_types") or default_types
+    is_known = isinstance(layer_types, list) and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
+    if not is_known or len(layer_types) != count:
+        raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {layer_types}")
+    if layer_types != default_types and "layer_types" not in family.defaults:
+        raise ValueError(
+            f"{config.file}: layer_types must be those that this architecture has, {default_types}, got {layer_types}"
+        )
+    if SLIDING in layer_types and "use_sliding_window" in family.defaults and not config.get("use_sliding_window"):
+        raise ValueError(f"{config.file}: use_sliding_window must be True where layer_types has {SLIDING!r}, got False")
+    return layer_types
 
 
 def _cycle(layers: list[Any]) -> list[Any]:
@@ -94,64 +118,6 @@ def is_mxfp4(config: Config) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
-def _llama(
-    config: Config, *, activation: str = "hidden_act", epsilon: str = "rms_norm_eps", **overrides: Any
-) -> dict[str, Any]:
-    """Returns the settings that all families except GPT-2 share.
-
-    Args:
-      config: the configuration.
-      activation, epsilon: the entries of the MLP's activation, and of the norms' epsilon.
-      **overrides: settings of one family.
-    """
-    features = config.size("hidden_size")
-    heads, kv_heads = config.divisible_sizes(
-        "num_attention_heads", "num_key_value_heads", config.size("num_attention_heads")
-    )
-    head_dim = config.size("head_dim", features // heads)
-    if head_dim % 2:
-        raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
-    biases = ("query", "key", "value", "out") if config.get("attention_bias", False) else ()
-    return {
-        "vocab_size": config.size("vocab_size"),
-        "num_heads": heads,
-        "features": features,
-        "num_layers": config.size("num_hidden_layers"),
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mlp": GATED_MLPS[config.one_of(activation, GATED_MLPS)],
-        "mlp_features": config.size("intermediate_size"),
-        "norm": "rms",
-        "norm_epsilon": config.number(epsilon),
-        "use_bias": (*biases, "mlp") if config.get("mlp_bias", False) else biases,
-        "positions": "rope",
-        "seq_len": config.size("max_position_embeddings"),
-    } | overrides
-
-
-def _gemma(config: Config, **overrides: Any) -> dict[str, Any]:
-    overrides |= {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
-    overrides["scale"] = config.number("query_pre_attn_scalar") ** -0.5
-    caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
-    overrides |= {cap: config.number(entry) for cap, entry in caps.items() if config.get(entry) is not None}
-    return _llama(config, activation="hidden_activation", **overrides)
-
-
-def _gpt2(config: Config) -> dict[str, Any]:
-    features, heads = config.divisible_sizes("n_embd", "n_head")
-    return {
-        "vocab_size": config.size("vocab_size"),
-        "num_heads": heads,
-        "features": features,
-        "num_layers": config.size("n_layer"),
-        "mlp": MLPS[config.one_of("activation_function", MLPS)],
-        "mlp_features": config.size("n_inner", 4 * features),
-        "norm_epsilon": config.number("layer_norm_epsilon"),
-        "positions": "learned",
-        "seq_len": config.size("n_positions"),
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A model architecture of Hugging Face: names of its parameters, and arguments of `SparseTransformer`.
@@ -159,36 +125,46 @@ class Family:
     Attributes:
       names: module names here -> in the files, with {} for the layer's number; a pair (name, i) is part i of a tensor
         that holds the outputs of several modules side by side.
-      settings: a function from a configuration to the arguments of `SparseTransformer`.
+      defaults: entries that a configuration may leave out; in one of text and images, all that equal these. Entries of
+        biases, of windows and of rotary position embeddings are written if they are among these; with layer_types,
+        layers with and without a window may be mixed.
+      entries: the entries of a configuration that are arguments of `SparseTransformer`.
+      settings: the other arguments.
+      derive: a function from a configuration to arguments that depend on it otherwise; it may refuse entries.
+      supported: entries that must have one of these values, the first of which is the default, and is written.
       is_sliding: a function, True if layer i has a window where the configuration has no layer_types.
+      rotates: a function, True if layer i has rotary position embeddings; with True for its window.
+      partial_rotary: True if rotary position embeddings may rotate a part of a head.
+      interleaved_rope: True if files pair neighbouring features for rotary position embeddings.
+      thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
+        only the first are scaled.
+      experts: the entries that are arguments of `MixtureOfExperts`; none without experts.
+      mixture: the other arguments.
+      has_experts: a function, True if layer i has experts.
+      reads_mxfp4: True if experts may be quantized in MXFP4.
       prefix: an optional prefix of all names except the head's.
       conv1d: True if kernels are [in, out], not [out, in].
       zero_centered_norms: True if scales of norms are stored as differences from 1.
-      mixed_layers: True if layer_types may mix layers with and without a window.
-      defaults: settings that a configuration may leave out; in one of text and images, all that equal these.
-      interleaved_rope: True if files pair neighbouring features for rotary position embeddings.
-      rotates: a function, True if layer i has rotary position embeddings; with True for its window.
-      partial_rotary: True if rotary position embeddings may rotate a part of a head.
-      has_experts: a function, True if layer i has experts; settings then contain the mixture as "experts".
-      reads_mxfp4: True if experts may be quantized in MXFP4.
-      thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
-        only the first are scaled.
     """
 
     names: Mapping[str, str | tuple[str, int]]
-    settings: Callable[[Config], dict[str, Any]]
     defaults: Mapping[str, Any]
+    entries: tuple[Entry, ...] = llama_entries()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    derive: Callable[[Config], dict[str, Any]] = lambda config: {}
+    supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     is_sliding: Callable[[Config, int], bool] = lambda config, i: False
+    rotates: Callable[[Config, int, bool], bool] = lambda config, i, is_sliding: True
+    partial_rotary: bool = False
+    interleaved_rope: bool = False
+    thetas: tuple[float, ...] = (10000.0,)
+    experts: tuple[Entry, ...] = ()
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    has_experts: Callable[[Config, int], bool] = lambda config, i: True
+    reads_mxfp4: bool = False
     prefix: str = "model."
     conv1d: bool = False
     zero_centered_norms: bool = False
-    mixed_layers: bool = False
-    interleaved_rope: bool = False
-    rotates: Callable[[Config, int, bool], bool] = lambda config, i, is_sliding: True
-    partial_rotary: bool = False
-    has_experts: Callable[[Config, int], bool] = lambda config, i: True
-    reads_mxfp4: bool = False
-    thetas: tuple[float, ...] = (10000.0,)
 
 
 _LLAMA = {
@@ -231,8 +207,6 @@ _GPT2 = {
     "blocks.mlp_in": "h.{}.mlp.c_fc",
     "blocks.mlp_out": "h.{}.mlp.c_proj",
 }
-
-
 _QWEN3_MOE = _LLAMA | {
     "blocks.experts.router": "layers.{}.mlp.gate",
     "blocks.experts.experts_gate": "layers.{}.mlp.experts.{}.gate_proj",
@@ -254,21 +228,20 @@ _GPT_OSS = _LLAMA | {
 }
 
 
-def _make_experts(config: Config, count: str, **settings: Any) -> MixtureOfExperts:
-    """Makes the mixture of a configuration whose entry ``count`` is the number of experts."""
-    try:
-        return MixtureOfExperts(config.size(count), config.size("num_experts_per_tok"), **settings)
-    except ValueError as error:
-        raise ValueError(f"{config.file}: {error}") from error
+def _gemma(config: Config) -> dict[str, Any]:
+    return {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
 
 
-def _qwen3_moe(config: Config) -> dict[str, Any]:
-    config.one_of("mlp_bias", (False,), default=False)  # the files have no biases of experts
-    settings = _llama(config, normalize_qk=True)
-    normalize = config.one_of("norm_topk_prob", (False, True))
-    options = {"features": config.size("moe_intermediate_size"), "activation": settings["mlp"], "normalize": normalize}
-    count = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    return settings | {"experts": _make_experts(config, count, **options)}
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    if config.get("rope_parameters", config.get("rope_scaling")) is None:
+        raise ValueError(f"{config.file}: rope_scaling is missing")
+    return {}
+
+
+def _cohere(config: Config) -> dict[str, Any]:
+    reason = "False, as these norms would have scales of their own for each head"
+    config.one_of("use_qk_norm", (False,), reason, default=False)
+    return {}
 
 
 def _qwen3_moe_has_experts(config: Config, i: int) -> bool:
@@ -277,24 +250,6 @@ def _qwen3_moe_has_experts(config: Config, i: int) -> bool:
     if not isinstance(dense_layers, list):
         raise ValueError(f"{config.file}: mlp_only_layers must be a list of layers, got {dense_layers!r}")
     return i not in dense_layers and (i + 1) % config.size("decoder_sparse_step") == 0
-
-
-def _mixtral(config: Config) -> dict[str, Any]:
-    config.one_of("mlp_bias", (False,), default=False)
-    settings = _llama(config)
-    return settings | {"experts": _make_experts(config, "num_local_experts", activation=settings["mlp"])}
-
-
-def _gpt_oss(config: Config) -> dict[str, Any]:
-    config.one_of("hidden_act", ("silu",))
-    config.one_of("swiglu_alpha", (1.702,))
-    config.one_of("swiglu_limit", (7.0,))
-    if config.get("rope_parameters", config.get("rope_scaling")) is None:
-        raise ValueError(f"{config.file}: rope_scaling is missing")
-    settings = _llama(config, use_sinks=True)
-    settings["use_bias"] = (*(x for x in settings["use_bias"] if x != "mlp"), "mlp")
-    options = {"activation": "clamped_swiglu", "router_bias": True}
-    return settings | {"experts": _make_experts(config, "num_local_experts", **options)}
 
 
 def _has_window(config: Config, i: int) -> bool:
@@ -307,11 +262,6 @@ def _qwen_is_sliding(config: Config, i: int) -> bool:
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
         return False
     return i >= checked(f"{config.file}: max_window_layers", config.get("max_window_layers"), Natural)
-
-
-def _gemma3(config: Config) -> dict[str, Any]:
-    config.one_of("attn_logit_softcapping", (None,))
-    return _gemma(config, normalize_qk=True)
 
 
 def _exaone4_is_sliding(config: Config, i: int) -> bool:
@@ -339,20 +289,9 @@ def _smollm3_is_sliding(config: Config, i: int) -> bool:
     return bool(config.get("use_sliding_window") and config.get("sliding_window") and not _smollm3_rotates(config, i))
 
 
-def _granite(config: Config) -> dict[str, Any]:
-    scales: dict[str, Any] = {"embedding_scale": config.number("embedding_multiplier")}
-    scales |= {"residual_scale": config.number("residual_multiplier")}
-    scales |= {"logits_scale": 1 / config.number("logits_scaling")}
-    scales = {name: None if x == 1 else x for name, x in scales.items()}
-    return _llama(config) | scales | {"scale": config.number("attention_multiplier")}
-
-
-def _cohere(config: Config) -> dict[str, Any]:
-    reason = "False, as these norms would have scales of their own for each head"
-    config.one_of("use_qk_norm", (False,), reason, default=False)
-    scale = config.number("logit_scale")
-    overrides: dict[str, Any] = {"parallel": "shared_norm", "logits_scale": None if scale == 1 else scale}
-    return _llama(config, epsilon="layer_norm_eps", norm="layer_no_bias", **overrides)
+def _all_but_every(n: int, entry: str = "") -> Callable[[Config, int], bool]:
+    """Returns the rule that every n-th layer has no window; a configuration's ``entry`` may be another number."""
+    return lambda config, i: bool((i + 1) % (config.size(entry, n) if entry else n))
 
 
 # The defaults of transformers' classes, in this order; those of vocab_size follow from the tensors.
@@ -360,133 +299,155 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _SIZES += ("max_position_embeddings", "rms_norm_eps")
 
 
-def _defaults(*sizes: float | None, **settings: Any) -> dict[str, Any]:
-    return {"hidden_act": "silu"} | dict(zip(_SIZES, sizes, strict=True)) | settings
+def _defaults(*sizes: float | None, **entries: Any) -> dict[str, Any]:
+    entries = {"hidden_act": "silu", "rope_theta": None, "rope_scaling": None} | entries
+    return entries | dict(zip(_SIZES, sizes, strict=True))
 
 
-_LLAMA_SIZES = _defaults(4096, 11008, 32, 32, None, 2048, 1e-6)
-_MISTRAL = _defaults(4096, 14336, 32, 32, 8, 131072, 1e-6, sliding_window=4096)
-_QWEN = _defaults(4096, 22016, 32, 32, 32, 32768, 1e-6, sliding_window=4096, max_window_layers=28)
-_QWEN["use_sliding_window"] = False
-_GEMMA_SETTINGS = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "head_dim": 256,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-}
+_BIASES = {"attention_bias": False, "mlp_bias": False}
+_WINDOWS = {"sliding_window": 4096, "layer_types": None}
+_LLAMA_SIZES = _defaults(4096, 11008, 32, 32, None, 2048, 1e-6, attention_bias=False)
+_OLMO_SIZES = _LLAMA_SIZES | {"rms_norm_eps": 1e-5}
+_MISTRAL_SIZES = _defaults(4096, 14336, 32, 32, 8, 131072, 1e-6, sliding_window=4096)
+_QWEN_SIZES = _defaults(
+    4096, 22016, 32, 32, 32, 32768, 1e-6, use_sliding_window=False, max_window_layers=28, **_WINDOWS
+)
+_GEMMA_SIZES = _defaults(2304, 9216, 26, 8, 4, 8192, 1e-6, attention_bias=False, head_dim=256, **_WINDOWS)
+_GEMMA_SIZES |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+_GEMMA_ENTRIES = llama_entries(
+    number("query_pre_attn_scalar", "scale", -0.5),
+    optional(number("final_logit_softcapping", "final_soft_cap")),
+    activation="hidden_activation",
+)
+_EXAONE_SIZES = _defaults(4096, 16384, 32, 32, 32, 2048, 1e-5, sliding_window_pattern=4, **_WINDOWS)
+_SMOLLM_SIZES = _defaults(2048, 11008, 36, 16, 4, 32768, 1e-6, use_sliding_window=False, **_BIASES)
+_SMOLLM_SIZES |= {"sliding_window": None, "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4}
+_PHI_SIZES = _defaults(3072, 8192, 32, 32, None, 4096, 1e-5, sliding_window=None, partial_rotary_factor=None)
+_PHI_SIZES["original_max_position_embeddings"] = 4096
 _COHERE_SIZES = _defaults(8192, 22528, 40, 64, None, 8192, None, layer_norm_eps=1e-5, logit_scale=0.0625)
-_GRANITE_SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_COHERE_SIZES |= {"attention_bias": False, "use_qk_norm": False}
+_COHERE_ENTRIES = llama_entries(factor("logit_scale", "logits_scale"), epsilon="layer_norm_eps")
+_COHERE_SETTINGS = {"norm": "layer_no_bias", "parallel": "shared_norm"}
+_GRANITE_SCALES = (
+    factor("embedding_multiplier", "embedding_scale"),
+    factor("residual_multiplier", "residual_scale"),
+    number("attention_multiplier", "scale"),
+    factor("logits_scaling", "logits_scale", -1),
+)
+_GRANITE_SIZES = _LLAMA_SIZES | _BIASES | {entry.name: 1.0 for entry in _GRANITE_SCALES}
 _GPT2_SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 _GPT2_SIZES["activation_function"] = "gelu_new"
+_GPT2_SETTINGS = {"norm": "layer", "positions": "learned", "use_bias": True}
+
+_EXPERTS = (size("num_local_experts", "num_experts"), size("num_experts_per_tok", "top_k"))
+_MIXTRAL_SIZES = _defaults(4096, 14336, 32, 32, 8, 131072, 1e-5, sliding_window=None, num_local_experts=8)
+_MIXTRAL_SIZES["num_experts_per_tok"] = 2
+_QWEN3_MOE_SIZES = _defaults(2048, 6144, 24, 32, 4, 32768, 1e-6, moe_intermediate_size=768, num_experts_per_tok=8)
+_QWEN3_MOE_SIZES |= {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False}
+_QWEN3_MOE_SIZES |= {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_QWEN3_MOE_EXPERTS = (
+    optional(_EXPERTS[0]),  # its name in transformers 5
+    size("num_experts", "num_experts", lambda config: config.get("num_local_experts")),
+    _EXPERTS[1],
+    size("moe_intermediate_size", "features"),
+    choice("norm_topk_prob", "normalize", {False: False, True: True}),
+)
+_GPT_OSS_SIZES = _defaults(2880, 2880, 36, 64, 8, 131072, 1e-5, head_dim=64, attention_bias=True, mlp_bias=True)
+_GPT_OSS_SIZES |= {"sliding_window": 128, "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4}
+
 FAMILIES = {
-    "gpt2": Family(_GPT2, _gpt2, _GPT2_SIZES, prefix="transformer.", conv1d=True),
-    "llama": Family(_LLAMA, _llama, _LLAMA_SIZES),
-    "mistral": Family(_LLAMA, _llama, _MISTRAL, _has_window),
-    "ministral": Family(_LLAMA, _llama, _MISTRAL, _has_window, mixed_layers=True),
+    "gpt2": Family(_GPT2, _GPT2_SIZES, GPT2_ENTRIES, _GPT2_SETTINGS, prefix="transformer.", conv1d=True),
+    "llama": Family(_LLAMA, _LLAMA_SIZES | _BIASES),
+    "mistral": Family(_LLAMA, _MISTRAL_SIZES, is_sliding=_has_window),
+    "ministral": Family(_LLAMA, _MISTRAL_SIZES | _WINDOWS, is_sliding=_has_window),
     "mixtral": Family(
         _MIXTRAL,
-        _mixtral,
-        _defaults(4096, 14336, 32, 32, 8, 131072, 1e-5, num_local_experts=8, num_experts_per_tok=2),
-        _has_window,
+        _MIXTRAL_SIZES,
+        supported={"mlp_bias": (False,)},
+        is_sliding=_has_window,
         thetas=(1000000.0,),
+        experts=_EXPERTS,
     ),
     "qwen3_moe": Family(
         _QWEN3_MOE,
-        _qwen3_moe,
-        _defaults(2048, 6144, 24, 32, 4, 32768, 1e-6, sliding_window=4096, use_sliding_window=False)
-        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        | {"norm_topk_prob": False, "decoder_sparse_step": 1},
-        _has_window,
+        _QWEN3_MOE_SIZES,
+        settings={"normalize_qk": True},
+        supported={"mlp_bias": (False,)},  # the files have no biases of experts
+        is_sliding=_has_window,
+        experts=_QWEN3_MOE_EXPERTS,
         has_experts=_qwen3_moe_has_experts,
     ),
     "gpt_oss": Family(
         _GPT_OSS,
-        _gpt_oss,
-        _defaults(2880, 2880, 36, 64, 8, 131072, 1e-5, head_dim=64, sliding_window=128, attention_bias=True)
-        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        lambda config, i: i % 2 == 0,
-        mixed_layers=True,
-        reads_mxfp4=True,
+        _GPT_OSS_SIZES,
+        settings={"use_sinks": True},
+        derive=_gpt_oss,
+        supported={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "mlp_bias": (True,)},
+        is_sliding=_all_but_every(2),
         thetas=(150000.0,),
+        experts=_EXPERTS,
+        mixture={"activation": "clamped_swiglu", "router_bias": True},
+        reads_mxfp4=True,
     ),
-    "qwen2": Family(
-        _LLAMA,
-        functools.partial(_llama, use_bias=("query", "key", "value")),
-        _QWEN,
-        _qwen_is_sliding,
-        mixed_layers=True,
-    ),
+    "qwen2": Family(_LLAMA, _QWEN_SIZES, settings={"use_bias": ("query", "key", "value")}, is_sliding=_qwen_is_sliding),
     "qwen3": Family(
         _LLAMA,
-        functools.partial(_llama, normalize_qk=True),
-        _QWEN | {"head_dim": 128},
-        _qwen_is_sliding,
-        mixed_layers=True,
+        _QWEN_SIZES | {"head_dim": 128, "attention_bias": False},
+        settings={"normalize_qk": True},
+        is_sliding=_qwen_is_sliding,
     ),
     "gemma2": Family(
         _GEMMA,
-        _gemma,
-        _defaults(2304, 9216, 26, 8, 4, 8192, 1e-6, **_GEMMA_SETTINGS)
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        lambda config, i: i % 2 == 0,
+        _GEMMA_SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        (*_GEMMA_ENTRIES, optional(number("attn_logit_softcapping", "logits_soft_cap"))),
+        derive=_gemma,
+        is_sliding=_all_but_every(2),
         zero_centered_norms=True,
-        mixed_layers=True,
     ),
     "gemma3_text": Family(
         _GEMMA,
-        _gemma3,
-        _defaults(2304, 9216, 26, 8, 4, 131072, 1e-6, **_GEMMA_SETTINGS),
-        lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 6)),
-        zero_centered_norms=True,
-        mixed_layers=True,
+        _GEMMA_SIZES | {"max_position_embeddings": 131072, "rope_local_base_freq": None},
+        _GEMMA_ENTRIES,
+        {"normalize_qk": True},
+        _gemma,
+        supported={"attn_logit_softcapping": (None,)},
+        is_sliding=_all_but_every(6, "sliding_window_pattern"),
         thetas=(1000000.0, 10000.0),
+        zero_centered_norms=True,
     ),
-    "olmo2": Family(
-        _OLMO2,
-        functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint"),
-        _LLAMA_SIZES | {"rms_norm_eps": 1e-5},
-    ),
+    "olmo2": Family(_OLMO2, _OLMO_SIZES, settings={"norm_placement": "post", "normalize_qk": "rms_joint"}),
     "olmo3": Family(
         _OLMO2,
-        functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint"),
-        _LLAMA_SIZES | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-        lambda config, i: bool((i + 1) % 4),
-        mixed_layers=True,
+        _OLMO_SIZES | _WINDOWS,
+        settings={"norm_placement": "post", "normalize_qk": "rms_joint"},
+        is_sliding=_all_but_every(4),
         thetas=(500000.0, 500000.0),
     ),
     "exaone4": Family(
         _OLMO2,
-        functools.partial(_llama, norm_placement="post", normalize_qk=True),
-        _defaults(4096, 16384, 32, 32, 32, 2048, 1e-5, sliding_window=4096, sliding_window_pattern=4),
-        _exaone4_is_sliding,
-        mixed_layers=True,
+        _EXAONE_SIZES,
+        settings={"norm_placement": "post", "normalize_qk": True},
+        is_sliding=_exaone4_is_sliding,
         rotates=lambda config, i, is_sliding: is_sliding or config.get("sliding_window") is None,
     ),
     "smollm3": Family(
-        _LLAMA,
-        _llama,
-        _defaults(2048, 11008, 36, 16, 4, 32768, 1e-6, use_sliding_window=False, no_rope_layer_interval=4),
-        _smollm3_is_sliding,
-        mixed_layers=True,
-        rotates=_smollm3_rotates,
-        thetas=(2000000.0,),
+        _LLAMA, _SMOLLM_SIZES, is_sliding=_smollm3_is_sliding, rotates=_smollm3_rotates, thetas=(2000000.0,)
     ),
     "phi3": Family(
-        _PHI3,
-        _llama,
-        _defaults(3072, 8192, 32, 32, None, 4096, 1e-5, original_max_position_embeddings=4096),
-        lambda config, i: config.get("sliding_window") is not None,
-        partial_rotary=True,
+        _PHI3, _PHI_SIZES, is_sliding=lambda config, i: config.get("sliding_window") is not None, partial_rotary=True
     ),
-    "cohere": Family(_LLAMA, _cohere, _COHERE_SIZES, interleaved_rope=True, thetas=(500000.0,)),
+    "cohere": Family(
+        _LLAMA, _COHERE_SIZES, _COHERE_ENTRIES, _COHERE_SETTINGS, _cohere, interleaved_rope=True, thetas=(500000.0,)
+    ),
     "cohere2": Family(
         _LLAMA,
+        _COHERE_SIZES | _WINDOWS,
+        _COHERE_ENTRIES,
+        _COHERE_SETTINGS,
         _cohere,
-        _COHERE_SIZES | {"sliding_window": 4096},
-        lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 4)),
-        mixed_layers=True,
-        interleaved_rope=True,
+        is_sliding=_all_but_every(4, "sliding_window_pattern"),
         rotates=lambda config, i, is_sliding: is_sliding,
+        interleaved_rope=True,
     ),
-    "granite": Family(_LLAMA, _granite, _LLAMA_SIZES | dict.fromkeys(_GRANITE_SCALES, 1.0)),
+    "granite": Family(_LLAMA, _GRANITE_SIZES, llama_entries(*_GRANITE_SCALES)),
 }

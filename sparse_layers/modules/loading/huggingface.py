@@ -312,17 +312,14 @@ def _gpt2_config(path: pathlib.Path, files: Mapping[str, TensorInfo]) -> dict[st
     for name in ("wte.weight", "wpe.weight"):
         if len(shapes.get(name, ())) != 2:
             raise ValueError(f"{path}: tensors of a GPT-2 must have a matrix {name}, got {abbreviate(sorted(shapes))}")
-    (vocab, features), positions = shapes["wte.weight"], shapes["wpe.weight"]
+    features = shapes["wte.weight"][1]
     return {
         "model_type": "gpt2",
-        "vocab_size": vocab,
         "n_embd": features,
         "n_layer": sum(name.endswith(".ln_1.bias") for name in shapes),
         "n_head": max(1, features // 64),
-        "n_positions": positions[0],
-        "n_inner": shapes.get("h.0.mlp.c_fc.weight", (0, 4 * features))[1],
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
+        "n_positions": shapes["wpe.weight"][0],
+        "n_inner": shapes.get("h.0.mlp.c_fc.weight", (None, None))[1],
     }
 
 
@@ -392,23 +389,30 @@ def _set_layer(layers: jax.Array, index: tuple[int, ...], layer: jax.Array) -> j
 def map_tensors(
     model: SparseTransformer, family: Family, prefix: str, positions: int
 ) -> dict[PathParts, list[TensorMapping]]:
-    """Maps each parameter that files can have to its tensors: one, or one for each scanned layer."""
+    """Maps each parameter that files can have to its tensors: one, or one for each scanned layer and for each expert."""
     mappings, params = {}, nnx.to_flat_state(nnx.state(model, nnx.Param))
     first_output = 2 if model.scan_layers else 1  # axes before it are those of layers and inputs
     outputs = {_module(path): math.prod(param.shape[first_output:]) for path, param in params if path[-1] == "kernel"}
     for param_path, param in params:
+        module, leaf = _module(param_path), str(param_path[-1])
+        if ".index_" in module or (leaf == "sinks" and "blocks.attention.sinks" not in family.names):
+            continue  # files cannot have it
         layers, shape = [0], param.shape
         if param_path[0] == "blocks":
             layers = range(int(str(param_path[1])), model.num_layers, len(model.blocks))
             shape = shape[1:] if model.scan_layers else shape
-        if str(param_path[-2]).startswith("experts_"):
-            mappings[param_path] = [
-                mapping for layer in layers for mapping in _map_experts(family, prefix, param_path, layer, shape)
-            ]
-        elif _has_name(family, param_path):
-            mappings[param_path] = [
-                _map_tensor(family, prefix, param_path, layer, shape, positions, outputs) for layer in layers
-            ]
+        if ".experts_" not in module:
+            tensors = [_map_tensor(family, module, leaf, (x,), shape, outputs) for x in layers]
+        elif str(family.names[module]).count("{}") == 2:  # a tensor for each expert
+            numbers = itertools.product(layers, range(shape[0]))
+            tensors = [_map_tensor(family, module, leaf, x, shape[1:], outputs) for x in numbers]
+        else:
+            tensors = [x for layer in layers for x in _map_stacked_experts(family, module, leaf, layer, shape)]
+        if module == "position_embedding":  # the model may have fewer positions than the files
+            tensors = [dataclasses.replace(x, tensor_shape=(positions, *shape[1:])) for x in tensors]
+        if module != "head":
+            tensors = [dataclasses.replace(x, name=prefix + x.name) for x in tensors]
+        mappings[param_path] = tensors
     return mappings
 
 
@@ -417,58 +421,44 @@ def _module(param_path: PathParts) -> str:
     return ".".join(name for name in param_path[:-1] if isinstance(name, str))
 
 
-def _has_name(family: Family, param_path: PathParts) -> bool:
-    """True if files can have a parameter."""
-    is_index = str(param_path[-2]).startswith("index_")
-    return not is_index and (param_path[-1] != "sinks" or "blocks.attention.sinks" in family.names)
-
-
-def _map_experts(
-    family: Family, prefix: str, param_path: PathParts, layer: int, shape: tuple[int, ...]
+def _map_stacked_experts(
+    family: Family, module: str, leaf: str, layer: int, shape: tuple[int, ...]
 ) -> list[TensorMapping]:
-    """Maps a parameter of all experts to a tensor for each of them, or to one for all: [E, in, out] and [E, out]."""
-    file_name = family.names[f"blocks.experts.{param_path[-2]}"]
-    name, index = file_name if isinstance(file_name, tuple) else (file_name, None)
-    if name.count("{}") == 2:
-        names = [f"{prefix}{name.format(layer, expert)}.weight" for expert in range(shape[0])]
-        return [TensorMapping(x, shape[:0:-1], shape[1:], True, slice(None), 0) for x in names]
-    name = f"{prefix}{name.format(layer)}{'_bias' if param_path[-1] == 'bias' else ''}"
+    """Maps a parameter of all experts to one tensor [E, in, out] or [E, out], an entry for each expert."""
+    name = family.names[module]
     # Gates and inputs take turns on the last axis.
-    outputs = slice(None) if index is None else slice(index, None, 2)
-    tensor_shape = shape if index is None else (*shape[:-1], 2 * shape[-1])
+    (name, index), step = (name, 2) if isinstance(name, tuple) else ((name, 0), 1)
+    name = f"{name.format(layer)}{'_bias' if leaf == 'bias' else ''}"
+    tensor_shape, outputs = (*shape[:-1], step * shape[-1]), slice(index, None, step)
     return [TensorMapping(name, tensor_shape, shape[1:], False, outputs, 0, row) for row in range(shape[0])]
 
 
 def _map_tensor(
     family: Family,
-    prefix: str,
-    param_path: PathParts,
-    layer: int,
+    module: str,
+    leaf: str,
+    numbers: tuple[int, ...],
     shape: tuple[int, ...],
-    positions: int,
     outputs: Mapping[str, int],
 ) -> TensorMapping:
-    """Maps a parameter of one layer to its tensor; ``outputs`` are the numbers of outputs of modules."""
-    module, leaf = _module(param_path), param_path[-1]
-    name = family.names.get(module, module)
-    sizes, index = [], 0
-    if isinstance(name, tuple):
+    """Maps a parameter to its tensor; ``numbers`` are those of the layer and expert, ``outputs`` those of modules."""
+    name, sizes, columns = family.names.get(module, module), [], slice(None)
+    if isinstance(name, tuple):  # a part of a tensor
         name, index = name
         sizes = [outputs[key] for key, x in family.names.items() if isinstance(x, tuple) and x[0] == name]
-    rows = positions if module == "position_embedding" else shape[0]
-    name = f"{'' if module == 'head' else prefix}{name.format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
+        columns = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+    name = f"{name.format(*numbers)}.{'bias' if leaf == 'bias' else 'weight'}"
     if leaf == "sinks":
-        name = f"{prefix}{str(family.names['blocks.attention.sinks']).format(layer)}"
+        name = str(family.names["blocks.attention.sinks"]).format(*numbers)
     transposed = leaf == "kernel" and not (family.conv1d and module != "head")
     if leaf == "embedding":
-        tensor_shape = rows, *shape[1:]
+        tensor_shape = shape
     elif leaf == "kernel":
         inputs = 2 if module == "blocks.attention.out" else 1
         tensor_shape = math.prod(shape[:inputs]), sum(sizes) or math.prod(shape[inputs:])
     else:
         tensor_shape = (sum(sizes) or math.prod(shape),)
     tensor_shape = tensor_shape[::-1] if transposed else tensor_shape
-    columns: Any = slice(sum(sizes[:index]), sum(sizes[: index + 1])) if sizes else slice(None)
     if family.interleaved_rope and module in ("blocks.attention.query", "blocks.attention.key"):
         # Here the first features of all pairs come before their second ones.
         columns = np.arange(outputs[module]).reshape(-1, shape[-1] // 2, 2).swapaxes(1, 2).ravel()

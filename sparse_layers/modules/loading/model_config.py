@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,18 +20,13 @@ from ..settings import BLOCK_PROJECTIONS, PROJECTIONS, projections_with_bias, re
 from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
 from .config import FULL, SLIDING, Config
-from .families import FAMILIES, GATED_MLPS, MLPS, Family, read_settings
+from .families import FAMILIES, Family, read_settings
 from .rotary import SCALING_KEYS, SCALINGS
 
-_CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "smollm3": "SmolLM3ForCausalLM",
-}  # names in transformers other than XyzForCausalLM
-_BIASES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "smollm3", "granite"), ("attention_bias", "mlp_bias"))
-_BIASES |= dict.fromkeys(
-    ("qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3_moe", "gpt_oss", "cohere", "cohere2"),
-    ("attention_bias",),
-)
+# Names in transformers other than XyzForCausalLM.
+_CLASSES = {"gpt2": "GPT2LMHeadModel", "smollm3": "SmolLM3ForCausalLM"}
+# Settings that are attributes of a model, and the defaults of others.
+_ATTRIBUTES = ("num_layers", "seq_len", "embedding_scale", "logits_scale", "final_soft_cap")
 _DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
 _DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
 _DEFAULTS |= dict.fromkeys(("residual_scale", "logits_scale"))
@@ -90,30 +85,21 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
             f"model: layers must be equal except for patterns, rope and mlp, layer {differing[0]} differs from layer 0"
         )
     ropes = tuple(block.attention.attention_fn.rope for block in blocks)
-    tables = (
-        ("learned", model.position_embedding),
-        ("row_column", model.row_embedding),
-        ("rope", next(filter(None, ropes), None)),
-    )
+    positions = {"learned": model.position_embedding, "row_column": model.row_embedding}
+    positions |= {"rope": next(filter(None, ropes), None)}
     epsilons = {*layers[0].pop("norm_epsilon"), model.final_norm.epsilon}
-    return (
-        {"positions": next((name for name, table in tables if table is not None), "none")}
-        | layers[0]
-        | {
-            "vocab_size": model.token_embedding.num_embeddings,
-            "features": model.token_embedding.features,
-            "num_layers": model.num_layers,
-            "norm": _norm_name(model.final_norm),
-            "norm_epsilon": epsilons.pop() if len(epsilons) == 1 else tuple(sorted(epsilons)),
-            "seq_len": model.seq_len,
-            "rope": ropes,
-            "mlp": mlps,
-            "embedding_scale": model.embedding_scale,
-            "logits_scale": model.logits_scale,
-            "final_soft_cap": model.final_soft_cap,
-            "tie_embeddings": model.head is None,
-        }
-    )
+    return {
+        "positions": next((name for name, value in positions.items() if value is not None), "none"),
+        **layers[0],
+        "vocab_size": model.token_embedding.num_embeddings,
+        "features": model.token_embedding.features,
+        "norm": _norm_name(model.final_norm),
+        "norm_epsilon": epsilons.pop() if len(epsilons) == 1 else tuple(sorted(epsilons)),
+        "rope": ropes,
+        "mlp": mlps,
+        "tie_embeddings": model.head is None,
+        **{name: getattr(model, name) for name in _ATTRIBUTES},
+    }
 
 
 def _blocks(model: SparseTransformer) -> list[SparseTransformerBlock]:
@@ -226,81 +212,36 @@ def _window_size(mask: Any) -> float | None:
 
 def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a model as entries of config.json, as far as its family has such."""
-    family = FAMILIES[name]
-    common = {
+    family, mlps = FAMILIES[name], settings["mlp"]
+    mixture = next((mlp for mlp in mlps if isinstance(mlp, MixtureOfExperts)), None)
+    dense_layers = [layer for layer, mlp in enumerate(mlps) if not isinstance(mlp, MixtureOfExperts)]
+    mlp = mlps[dense_layers[0]] if dense_layers else (mlps[0].activation, mlps[0].features)
+    values = dict(settings) | dict(zip(("mlp", "mlp_features"), mlp, strict=True))
+    entries = {
         "model_type": name,
         "architectures": [_CLASSES.get(name, f"{name.removesuffix('_text').title().replace('_', '')}ForCausalLM")],
-        "vocab_size": settings["vocab_size"],
         "tie_word_embeddings": settings["tie_embeddings"],
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # transformers has defaults for these
         "dtype": jnp.dtype(model.token_embedding.embedding.dtype).name,
+        **{entry: allowed[0] for entry, allowed in family.supported.items()},
+        **{entry.name: entry.write(values[entry.setting]) for entry in family.entries},
     }
-    common |= _mlp_entries(name, family, settings["mlp"])
-    if family.conv1d:
-        return common | {
-            "n_embd": settings["features"],
-            "n_layer": settings["num_layers"],
-            "n_head": settings["num_heads"],
-            "n_positions": settings["seq_len"],
-            "layer_norm_epsilon": settings["norm_epsilon"],
-        }
-    is_cohere = name.startswith("cohere")
-    biases = {"attention_bias": "out" in settings["use_bias"], "mlp_bias": "mlp" in settings["use_bias"]}
-    entries = common | {
-        "hidden_size": settings["features"],
-        "num_hidden_layers": settings["num_layers"],
-        "num_attention_heads": settings["num_heads"],
-        "num_key_value_heads": settings["num_kv_heads"],
-        "head_dim": settings["head_dim"],
-        "max_position_embeddings": settings["seq_len"],
-        "layer_norm_eps" if is_cohere else "rms_norm_eps": settings["norm_epsilon"],
-        **{key: biases[key] for key in _BIASES.get(name, ())},
+    if mixture is not None:
+        entries |= {entry.name: entry.write(getattr(mixture, entry.setting)) for entry in family.experts}
+    optional_entries = {
+        "attention_bias": "out" in settings["use_bias"],
+        "mlp_bias": "mlp" in settings["use_bias"],
+        "mlp_only_layers": dense_layers,
+        "decoder_sparse_step": 1,
+        "use_qk_norm": False,
     }
-    if family.zero_centered_norms:
-        entries["query_pre_attn_scalar"] = _rounded(settings["scale"] ** -2)
-        entries["attn_logit_softcapping"] = settings["logits_soft_cap"]
-        entries["final_logit_softcapping"] = settings["final_soft_cap"]
-    if is_cohere:
-        entries |= {"logit_scale": settings["logits_scale"] or 1.0, "use_qk_norm": False}
-    if name == "granite":
-        entries |= {"embedding_multiplier": settings["embedding_scale"] or 1.0}
-        entries |= {"residual_multiplier": settings["residual_scale"] or 1.0}
-        entries |= {"attention_multiplier": settings["scale"]}
-        entries |= {"logits_scaling": _rounded(1 / (settings["logits_scale"] or 1.0))}
-    return entries | _layer_entries(name, family, model, settings)
+    optional_entries |= _layer_entries(name, model, settings)
+    return entries | {entry: value for entry, value in optional_entries.items() if entry in family.defaults}
 
 
-def _mlp_entries(name: str, family: Family, mlps: Sequence[Any]) -> dict[str, Any]:
-    """Returns the entries of MLPs and experts; ``mlps`` are those of layers, see `_sized_mlp`."""
-    mixture = next((mlp for mlp in mlps if isinstance(mlp, MixtureOfExperts)), None)
-    dense_layers = [layer for layer, mlp in enumerate(mlps) if not isinstance(mlp, MixtureOfExperts)]
-    if mixture is not None and not dense_layers:
-        mlp, features = mixture.activation, mixture.features
-    else:
-        mlp, features = mlps[dense_layers[0]]
-    activations = MLPS if family.conv1d else GATED_MLPS
-    activation = next((key for key, value in activations.items() if value == mlp), next(iter(activations)))
-    if family.conv1d:
-        return {"n_inner": features, "activation_function": activation}
-    entries: dict[str, Any] = {"intermediate_size": features}
-    entries["hidden_activation" if family.zero_centered_norms else "hidden_act"] = activation
-    if mixture is not None and "blocks.experts.router" in family.names:
-        entries |= {"num_local_experts": mixture.num_experts, "num_experts_per_tok": mixture.top_k}
-        if name == "qwen3_moe":
-            entries |= {"num_experts": mixture.num_experts, "moe_intermediate_size": mixture.features}
-            entries |= {"norm_topk_prob": mixture.normalize, "mlp_only_layers": dense_layers, "decoder_sparse_step": 1}
-        if name == "gpt_oss":
-            entries |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    return entries
-
-
-def _rounded(x: float) -> float:
-    """Returns the integer that x is close to, or x."""
-    return round(x) if math.isclose(x, round(x)) else x
-
-
-def _layer_entries(name: str, family: Family, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_entries(name: str, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns windows and rotary position embeddings under names that all generations of transformers read."""
+    family = FAMILIES[name]
     first_rope = next(filter(None, settings["rope"]), Rope())
     window_sizes, ropes = _window_sizes(model), [rope or first_rope for rope in settings["rope"]]
     is_sliding = [size is not None and size < math.inf for size in window_sizes]
@@ -310,32 +251,26 @@ def _layer_entries(name: str, family: Family, model: SparseTransformer, settings
     sliding_sizes = {size for size, sliding in zip(window_sizes, is_sliding, strict=True) if sliding}
     (size,) = sliding_sizes if len(sliding_sizes) == 1 else (None,)
     size = int(size) if size is not None and size < math.inf else settings["seq_len"]
-    entries: dict[str, Any] = {}
-    if family.mixed_layers:
-        entries |= {"layer_types": [SLIDING if sliding else FULL for sliding in is_sliding], "sliding_window": size}
-    if name.startswith("qwen"):
-        entries |= {
-            "use_sliding_window": any(is_sliding),
-            "max_window_layers": is_sliding.index(True) if any(is_sliding) else 0,
-        }
-    if name == "smollm3":
-        rotates = [int(rope is not None) for rope in settings["rope"]]
-        entries |= {"use_sliding_window": any(is_sliding), "no_rope_layers": rotates}
-    if name in ("mistral", "phi3", "mixtral", "qwen3_moe"):
-        entries["sliding_window"] = size if all(is_sliding) else None
-    if name == "phi3":
-        rotary_dim = first_rope.rotary_dim or settings["head_dim"]
-        entries["partial_rotary_factor"] = rotary_dim / settings["head_dim"]
-        if isinstance(first_rope.scaling, LongRopeScaling):  # this entry outweighs that of rope_scaling
-            entries["original_max_position_embeddings"] = first_rope.scaling.original_length
-    if name == "exaone4" and not any(is_sliding):
-        entries["sliding_window"] = None
+    has_size = all(is_sliding) or "layer_types" in family.defaults
+    if name == "exaone4":  # null if all of its layers have rotary embeddings
+        has_size = any(is_sliding)
     full_rope = ropes[is_sliding.index(False)] if False in is_sliding else ropes[0]
-    entries |= {"rope_theta": full_rope.theta, "rope_scaling": _scaling_entries(full_rope)}
-    if len({*family.thetas}) > 1:
-        default = [*family.thetas][-1]
-        entries["rope_local_base_freq"] = ropes[is_sliding.index(True)].theta if True in is_sliding else default
-    return entries
+    local_theta = ropes[is_sliding.index(True)].theta if True in is_sliding else [*family.thetas][-1]
+    original_length = family.defaults.get("original_max_position_embeddings")
+    if isinstance(first_rope.scaling, LongRopeScaling):  # this entry outweighs that of rope_scaling
+        original_length = first_rope.scaling.original_length
+    return {
+        "layer_types": [SLIDING if sliding else FULL for sliding in is_sliding],
+        "sliding_window": size if has_size else None,
+        "use_sliding_window": any(is_sliding),
+        "max_window_layers": is_sliding.index(True) if any(is_sliding) else 0,
+        "no_rope_layers": [int(rope is not None) for rope in settings["rope"]],
+        "partial_rotary_factor": (first_rope.rotary_dim or settings["head_dim"]) / settings["head_dim"],
+        "original_max_position_embeddings": original_length,
+        "rope_theta": full_rope.theta,
+        "rope_scaling": _scaling_entries(full_rope),
+        "rope_local_base_freq": local_theta,
+    }
 
 
 def _scaling_entries(rope: Rope) -> dict[str, Any] | None:

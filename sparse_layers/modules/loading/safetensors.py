@@ -12,9 +12,6 @@ import numpy as np
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": jnp.dtype(jnp.bfloat16)}
 
-# The 16 numbers of 4 bits: a sign, 2 bits of an exponent and 1 of a fraction.
-_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_FP4 = np.concatenate([_FP4, -_FP4])
 # Endings of weights in the formats of PyTorch, llama.cpp, Flax and TensorFlow, and of safetensors under other names.
 _WEIGHTS = {".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors"}
 
@@ -62,8 +59,8 @@ class Mxfp4Tensor(NamedTuple):
         if row is None:
             return np.stack([self.read(i) for i in range(self.shape[0])])
         blocks, scales = self.blocks.read(row), self.scales.read(row)
-        numbers = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
-        values = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.float4_e2m1fn).astype(np.float32)
+        values = numbers.reshape(*scales.shape, 32) * scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
         return values.reshape(len(values), -1).T.astype(self.dtype)
 
 
