@@ -389,7 +389,7 @@ def _set_layer(layers: jax.Array, index: tuple[int, ...], layer: jax.Array) -> j
 def map_tensors(
     model: SparseTransformer, family: Family, prefix: str, positions: int
 ) -> dict[PathParts, list[TensorMapping]]:
-    """Maps each parameter that files can have to its tensors: one, or one for each scanned layer and for each expert."""
+    """Maps each parameter that files can have to its tensors: one, or one for each scanned layer and expert."""
     mappings, params = {}, nnx.to_flat_state(nnx.state(model, nnx.Param))
     first_output = 2 if model.scan_layers else 1  # axes before it are those of layers and inputs
     outputs = {_module(path): math.prod(param.shape[first_output:]) for path, param in params if path[-1] == "kernel"}
