@@ -1,4 +1,4 @@
-"""Entries of a ``config.json`` and the arguments that they mean: one table reads and writes them."""
+"""Entries of a checkpoint's config.json and the arguments that they mean: one table reads and writes them."""
 
 import math
 from collections.abc import Callable, Mapping
