@@ -56,6 +56,7 @@ class DenseAttention:
       table: a bias [N, L] or [1, L] of logits by distance, added before the soft cap as ``table[h, clip(s - t +
         center, 0, L - 1)]``, or None.
       center: the index of distance 0 in the table.
+      table_index: int [T, S], the entry of each pair, in place of that by distance; or None.
       slopes: numbers [N] or None: logits get ``-slopes[h] * |s - t|``, too.
       dtype: float64 for the right answers. Another dtype measures its rounding: float32 computes in it, a half
         precision computes in float32 and rounds after each step.
@@ -88,6 +89,7 @@ class DenseAttention:
         sinks: Any = None,
         table: Any = None,
         center: int = 0,
+        table_index: np.ndarray | None = None,
         slopes: Any = None,
         dtype: Any = np.float64,
     ):
@@ -105,7 +107,14 @@ class DenseAttention:
         self._scale = query.shape[-1] ** -0.5 if scale is None else scale
 
         logits, slope = rounded(self._scale * rounded(_scores(query, key))), 1.0  # [B, N, T, S]
-        self._set_bias(table, center, slopes, (query.shape[1], key.shape[1]))
+        distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
+        self._bias, self._indices = np.zeros((1, 1, 1)), None  # [N or 1, T, S], and the entry [T, S] of each pair
+        if table is not None:
+            by_distance = np.clip(distances + center, 0, table.shape[1] - 1)
+            self._indices, self._table_shape = by_distance if table_index is None else table_index, table.shape
+            self._bias = self._bias + np.asarray(table).astype(np.float64)[:, self._indices]
+        if slopes is not None:
+            self._bias = self._bias - np.array(slopes)[:, None, None] * abs(distances)
         logits = rounded(logits + self._bias.astype(acc_dtype))
         if soft_cap is not None:
             squashed = rounded(np.tanh(logits / soft_cap))
@@ -128,16 +137,6 @@ class DenseAttention:
         gradients = self._gradients(p, dlogits, query, key, dout, -delta)
         answers = {"out": out, "lse": lse[..., 0].swapaxes(1, 2), **gradients}
         self.answers = {name: x if name in ("lse", "dsinks", "dtable") else rounded(x) for name, x in answers.items()}
-
-    def _set_bias(self, table: Any, center: int, slopes: Any, lengths: tuple[int, int]) -> None:
-        """Sets the bias [N or 1, T, S] of logits, and the table's shape and the index [T, S] of each pair."""
-        distances = np.arange(lengths[1]) - np.arange(lengths[0])[:, None]
-        self._bias, self._indices = np.zeros((1, 1, 1)), None
-        if table is not None:
-            self._indices, self._table_shape = np.clip(distances + center, 0, table.shape[1] - 1), table.shape
-            self._bias = self._bias + np.asarray(table).astype(np.float64)[:, self._indices]
-        if slopes is not None:
-            self._bias = self._bias - np.array(slopes)[:, None, None] * abs(distances)
 
     def absolute_sums(self) -> dict[str, np.ndarray]:
         """Returns the sums of the absolute values that are summed up in each answer, by `NAMES` in its shape.

@@ -7,6 +7,7 @@ nothing is compiled, and `naive` in half precision, which numpy does not multipl
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,8 @@ class Case:
     order_ids: tuple[np.ndarray, np.ndarray] | None = None
     sinks: bool = False
     table: tuple[int, int, int] | None = None  # heads, entries and center of a bias by distance
+    # Heads and lengths of a joint table of a grid, and the grid's lengths; in place of ``table``.
+    grid_table: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
     slopes: tuple[float, ...] | None = None  # of a bias, by head
     soft_cap: float | None = None
     scale: float | None = None
@@ -78,12 +81,28 @@ class Case:
         arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
         arrays["dlse"] = rng.normal(size=(b, t, n)).astype(np.float32)
         arrays["sinks"] = (rng.normal(size=n) + 1).astype(np.float32) if self.sinks else None
-        arrays["table"] = rng.normal(size=self.table[:2]).astype(np.float32) if self.table else None
+        entries = self.grid_table and (self.grid_table[0], math.prod(self.grid_table[1]))
+        entries = self.table[:2] if self.table else entries
+        arrays["table"] = rng.normal(size=entries).astype(np.float32) if entries else None
         return arrays
 
-    def bias(self) -> dict[str, Any]:
-        """The static parts of the bias, as `DistanceBias` takes them."""
-        return {"slopes": self.slopes} | ({"center": self.table[2]} if self.table else {})
+    def bias(self, table: jax.Array | None) -> sl.DistanceBias | None:
+        """The bias with a table; None if there is none."""
+        if self.grid_table:
+            heads, lengths, shape = self.grid_table
+            return sl.grid_bias(shape, table.reshape(heads, *lengths))
+        if table is None and self.slopes is None:
+            return None
+        return sl.DistanceBias(table, self.table and self.table[2], self.slopes)
+
+    def dense_bias(self) -> dict[str, Any]:
+        """The static parts of the bias, as `DenseAttention` takes them."""
+        if not self.grid_table:
+            return {"slopes": self.slopes} | ({"center": self.table[2]} if self.table else {})
+        _, lengths, shape = self.grid_table
+        distances = [np.subtract.outer(x, x).T for x in np.unravel_index(np.arange(self.q_len), shape)]
+        index = [np.clip(x + n // 2, 0, n - 1) for x, n in zip(distances, lengths, strict=True)]
+        return {"table_index": np.ravel_multi_index(index, lengths)}
 
     def allowed(self) -> np.ndarray:
         """The pairs that may attend: bool [B or 1, N, T, S]."""
@@ -113,7 +132,6 @@ class Case:
             params, fixed = {}, candidates(self.mask, *self.shape, **params)[-1]
 
         def op(query, key, value, sinks, dynamic, selection, table=None):
-            has_bias = table is not None or self.slopes is not None
             return sl.block_sparse_attention(
                 query,
                 key,
@@ -125,7 +143,7 @@ class Case:
                 scale=self.scale,
                 logits_soft_cap=self.soft_cap,
                 sinks=sinks,
-                bias=sl.DistanceBias(table, **self.bias()) if has_bias else None,
+                bias=self.bias(table),
                 implementation=implementation,
                 return_lse=True,
                 **params,
@@ -184,18 +202,33 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
 
 @functools.partial(compiled, static_argnames=("scale", "soft_cap", "center", "slopes"))
 def naive(
-    query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks=None, table=None, center=0, slopes=None
+    query,
+    key,
+    value,
+    allowed,
+    dout,
+    dlse,
+    *,
+    scale,
+    soft_cap=None,
+    sinks=None,
+    table=None,
+    center=0,
+    table_index=None,
+    slopes=None,
 ):
     """Dense attention in the dtype of its inputs throughout, differentiated by JAX: the answers by `NAMES`."""
     dtype = query.dtype
 
     distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
+    if table is not None and table_index is None:
+        table_index = np.clip(distances + center, 0, table.shape[1] - 1)
 
     def attention(query, key, value, sinks, table):
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * jnp.asarray(scale, dtype)
         if table is not None:
-            scores += table.astype(dtype)[:, np.clip(distances + center, 0, table.shape[1] - 1)]
+            scores += table.astype(dtype)[:, table_index]
         if slopes is not None:
             scores -= (np.array(slopes)[:, None, None] * abs(distances)).astype(dtype)
         if soft_cap is not None:
@@ -218,7 +251,7 @@ def expected(case: Case):
     """(right answers, their sizes, budget of each) of a case."""
     arrays, allowed = case.arrays(), case.allowed()
     options = {"scale": case.sizes[0] ** -0.5 if case.scale is None else case.scale, "soft_cap": case.soft_cap}
-    options |= case.bias()
+    options |= case.dense_bias()
     exact = DenseAttention(**arrays, allowed=allowed, **options)
     if case.dtype == "float32":
         rough = DenseAttention(**arrays, allowed=allowed, **options, dtype=np.float32).answers
@@ -435,6 +468,8 @@ def _features():
         **{"table": (6, 40, 30), "heads": (6, 3), "soft_cap": 3.0, "sinks": True, "split": True, "core": False},
     )
     yield Case("bias-both", sl.Window(20, 50), 127, 300, table=(1, 9, 2), slopes=(0.1, -0.2, 0, 1), core=False)
+    swin, table = sl.preset("windows", shape=(9, 14), size=4), (2, (5, 27), (9, 14))
+    yield Case("bias-grid", swin, 126, heads=(2, 2), batch=1, grid_table=table, split=True, core=False)
     yield Case("one-batch-one-head", window, 129, heads=(1, 1), batch=1)
 
 
@@ -442,7 +477,8 @@ CASES = [*_features(), *_chains(), *_presets()]
 
 
 def _computes_bias(name: str, case: Case) -> bool:
-    rows = [OPERANDS["bias_table"]] * (case.table is not None) + [OPERANDS["bias_slopes"]] * (case.slopes is not None)
+    has_table = case.table is not None or case.grid_table is not None
+    rows = [OPERANDS["bias_table"]] * has_table + [OPERANDS["bias_slopes"]] * (case.slopes is not None)
     return bool(rows) and all(name in (row.backends or ()) for row in rows)
 
 

@@ -73,6 +73,7 @@ BY_KEY = "kv_outer", "dkv_with_dq"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
 RUN_TIME = jax.ShapeDtypeStruct((512, 512), bool)
 BIAS = sl.DistanceBias(np.zeros((16, 513)), slopes=sl.alibi(16).slopes)
+SWIN = sl.preset("windows", shape=(56, 56), size=7), sl.grid_bias((56, 56), np.zeros((4, 13, 13)))
 CASES = [
     # Each pattern meets several sizes, dtypes and GPUs; each size and dtype every amount of shared memory.
     Case("strided", 90, STRIDED, (128, 128)),
@@ -109,6 +110,7 @@ CASES = [
     Case("corner", 90, _chain(CORNER), (64, 64), only=("dq_with_dkv",)),
     # Tiles of natural order, and of residues, which sum the gradient pair by pair.
     Case("bias", 90, _chain(STRIDED), (64, 64), only=("forward", "dq", "dkv"), options={"bias": BIAS}),
+    Case("swin", 90, SWIN[0], (32, 32), only=("dq",), length=3136, options={"bias": SWIN[1], "heads": (4, 4)}),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
 ]
 
@@ -123,7 +125,7 @@ def test_compiles_and_fits(case):
             continue
         settings = f"{one.name}, {one.tiles[0]} x {one.tiles[1]}, {one.num_stages} stages"
         assert found.shared <= one.device.shared_memory, settings
-        assert found.stack == 0 or one.constants["A"].BIAS.LENGTH == 0, f"{settings}: registers are spilled"
+        assert found.stack == 0 or one.constants["A"].BIAS.LENGTH > 0, f"{settings}: registers are spilled"
         assert found.shared <= one.estimate, f"{settings}: the estimate is no upper bound"
         assert (found.copies > 0) == (one.num_stages > 1), f"{settings}: pipelined, or not"
         # A group of four warps multiplies 64 rows at once.

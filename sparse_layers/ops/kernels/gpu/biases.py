@@ -8,7 +8,8 @@ the tensor cores choose, so that no entry passes through shared memory. The tabl
 no index of such a tile lies outside.
 
 **The gradient is summed along diagonals.** In natural order, all pairs on a diagonal of a tile have one distance. Rows
-are rotated until diagonals are columns, and a column is one atomic addition. Other row orders add pair by pair.
+are rotated until diagonals are columns, and a column is one atomic addition. Other row orders, and positions on a grid,
+add pair by pair.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -31,10 +32,10 @@ class BiasOfHead(NamedTuple):
     dtable: Any
 
 
-class TileTokens(NamedTuple):
-    """The tokens of a tile, and bounds of them."""
+class TilePositions(NamedTuple):
+    """The positions of a tile's tokens, by which a bias counts distances, and bounds of them."""
 
-    token: Any  # [rows]
+    position: Any  # [rows]
     first: Any
     last: Any
 
@@ -54,13 +55,27 @@ def load_bias(table, slopes, dtable, head, A: tl.constexpr):
 
 
 @triton.jit
-def tokens_of_tile(block, tile, token, X: tl.constexpr):
-    """Returns the `TileTokens` of a tile of a block."""
-    if len(X.ORDER.AXES) == 0:
-        first = block * X.BLOCK + tile * X.TILE
-        return TileTokens(token, first, first + (X.TILE - 1))
+def positions_of_tile(block, tile, token, X: tl.constexpr):
+    """Returns the `TilePositions` of a tile of a block."""
+    position = token + X.FIRST_POSITION
+    if len(X.POSITION_DIGITS) > 0:
+        position = token * 0 + X.FIRST_POSITION
+        for i in tl.static_range(len(X.POSITION_DIGITS)):
+            digit = token // X.POSITION_DIGITS[i][0]
+            if X.POSITION_DIGITS[i][1] > 0:
+                digit = digit % X.POSITION_DIGITS[i][1]
+            position += digit * X.POSITION_DIGITS[i][2]
+    if _are_rows(X):
+        first = block * X.BLOCK + tile * X.TILE + X.FIRST_POSITION
+        return TilePositions(position, first, first + (X.TILE - 1))
     else:
-        return TileTokens(token, tl.min(token, 0), tl.max(token, 0))
+        return TilePositions(position, tl.min(position, 0), tl.max(position, 0))
+
+
+@triton.jit
+def _are_rows(X: tl.constexpr):
+    """True if the positions of a side are its rows, moved by FIRST_POSITION."""
+    return len(X.ORDER.AXES) == 0 and len(X.POSITION_DIGITS) == 0
 
 
 @triton.jit
@@ -74,15 +89,9 @@ def _range_of_indices(queries, keys, A: tl.constexpr):
 
 @triton.jit
 def _indices(queries, keys, Q_AXIS: tl.constexpr, A: tl.constexpr):
-    """Returns the indices in the table of all pairs, in any row order."""
-    distance = tl.expand_dims(keys.token, Q_AXIS) - tl.expand_dims(queries.token, 1 - Q_AXIS)
+    """Returns the indices in the table of all pairs, by their positions."""
+    distance = tl.expand_dims(keys.position, Q_AXIS) - tl.expand_dims(queries.position, 1 - Q_AXIS)
     return tl.minimum(tl.maximum(distance + A.BIAS.CENTER, 0), A.BIAS.LENGTH - 1)
-
-
-@triton.jit
-def _are_natural(Q: tl.constexpr, KV: tl.constexpr):
-    """True if the rows of both sides are tokens."""
-    return len(Q.ORDER.AXES) == 0 and len(KV.ORDER.AXES) == 0
 
 
 @triton.jit
@@ -96,18 +105,18 @@ def biased_logits(products, bias, queries, keys, Q_AXIS: tl.constexpr, A: tl.con
                   KV: tl.constexpr):  # fmt: skip
     """Turns q . k into logits to base 2, with a bias: [queries, keys], or Q_AXIS 1 transposes.
 
-    ``queries`` and ``keys`` are `TileTokens`.
+    ``queries`` and ``keys`` are `TilePositions`.
     """
     KV_AXIS: tl.constexpr = 1 - Q_AXIS
     x = products * (A.SCALE * A.BIAS.UNIT)
     if A.BIAS.SLOPES:
-        q_token = tl.expand_dims(queries.token.to(tl.float32), KV_AXIS)
-        x -= tl.abs(tl.expand_dims(keys.token.to(tl.float32), Q_AXIS) - q_token) * bias.slope
+        q_position = tl.expand_dims(queries.position.to(tl.float32), KV_AXIS)
+        x -= tl.abs(tl.expand_dims(keys.position.to(tl.float32), Q_AXIS) - q_position) * bias.slope
     if A.BIAS.LENGTH > 0:
         lowest, highest = _range_of_indices(queries, keys, A)
         if lowest == highest:
             x += tl.load(bias.table + lowest)
-        elif _are_natural(Q, KV):
+        elif _are_rows(Q) and _are_rows(KV):
             row, column = tl.arange(0, Q.TILE), tl.arange(0, KV.TILE)
             pointer = bias.table + (keys.first - queries.first + A.BIAS.CENTER)
             x += _load_elements(pointer + (tl.expand_dims(column, Q_AXIS) - tl.expand_dims(row, KV_AXIS)))
@@ -132,7 +141,7 @@ def zero_end_sums(Q: tl.constexpr):
 def add_by_distance(ds, end_sums, bias, queries, keys, A: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr):
     """Adds ds [Q.TILE, KV.TILE] to the gradient of the table, or to ``end_sums``, which it returns.
 
-    ``queries`` and ``keys`` are `TileTokens`.
+    ``queries`` and ``keys`` are `TilePositions`.
     """
     first_sum, last_sum = end_sums
     lowest, highest = _range_of_indices(queries, keys, A)
@@ -140,7 +149,7 @@ def add_by_distance(ds, end_sums, bias, queries, keys, A: tl.constexpr, Q: tl.co
         by_query = tl.sum(ds, 1)
         first_sum += tl.where(lowest == A.BIAS.PADDING, by_query, 0.0)
         last_sum += tl.where(lowest == A.BIAS.PADDING, 0.0, by_query)
-    elif _are_natural(Q, KV):
+    elif _are_rows(Q) and _are_rows(KV):
         pointer = bias.dtable + (keys.first - queries.first + A.BIAS.CENTER)
         if Q.TILE <= KV.TILE:
             _add_diagonals(ds, pointer, 1, Q.TILE, KV.TILE)

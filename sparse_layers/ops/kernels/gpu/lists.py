@@ -38,6 +38,7 @@ class RowTiling:
     tile: int  # vectors in a tile of a kernel, a power of two
     pack: int = 1  # query heads of a key head whose vectors share a tile, a power of two; FlashAttention's PackGQA
     gathers_rows: bool = False  # True if a block is a single row, and a tile gathers many of them
+    positions: RowOrder | None = None  # maps tokens to positions, by which a bias counts distances; None for tokens
 
     @property
     def tiles_per_block(self) -> int:
@@ -52,6 +53,9 @@ class RowTiling:
     @property
     def constants(self) -> TilingConstants:
         """The tiling as a compile-time constant."""
+        axes = () if self.positions is None else self.positions.axes
+        first = 0 if self.positions is None else self.positions.offset - sum(x.phase * x.stride for x in axes)
+        digits = tuple((rows, size, step * x.stride) for x in axes for rows, size, step in x.digits)
         return TilingConstants(
             self.order.rows,
             row_order_constants(self.order),
@@ -60,6 +64,8 @@ class RowTiling:
             self.tiles_per_block,
             self.pack,
             self.gathers_rows,
+            first,
+            () if digits == ((1, 0, 1),) else digits,
         )
 
     def num_steps(self, num_entries: Any) -> Any:

@@ -87,6 +87,10 @@ class TilingConstants(NamedTuple):
     TILES: int  # tiles in a block
     PACK: int  # query heads of a key head whose vectors are neighbours in a tile; 1 for keys
     GATHERED: bool  # True if an entry of the lists is a single row, so that a tile has many entries
+    # A bias counts distances by positions: FIRST_POSITION + sum(token // tokens % size * step) over POSITION_DIGITS
+    # (tokens, size, step), without the remainder where size is 0. There are none if FIRST_POSITION + token is meant.
+    FIRST_POSITION: int
+    POSITION_DIGITS: tuple
 
 
 class BlockListShapes(NamedTuple):

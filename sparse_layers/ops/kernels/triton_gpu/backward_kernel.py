@@ -43,7 +43,7 @@ from ..gpu.biases import (
     biased_logits,
     load_bias,
     store_end_sums,
-    tokens_of_tile,
+    positions_of_tile,
     zero_end_sums,
 )
 from ..gpu.tiles import (
@@ -83,7 +83,7 @@ class BackwardQueryTile(NamedTuple):
     delta: Any  # [Q.TILE, 1]
     row_in_block: Any  # [Q.TILE]
     ids: Any  # `TokenIds`
-    tokens: Any  # `TileTokens`
+    positions: Any  # `TilePositions`
     bias: Any  # `BiasOfHead`
 
 
@@ -94,7 +94,7 @@ class KVTile(NamedTuple):
     v_tile: Any  # [KV.TILE, DV]
     row_in_block: Any  # [KV.TILE]
     ids: Any  # `TokenIds`
-    tokens: Any  # `TileTokens`
+    positions: Any  # `TilePositions`
 
 
 class QueryPointers(NamedTuple):
@@ -174,8 +174,8 @@ def _dq_steps(first, end, num_entries, state, queries, kv, lists, gradients, A: 
         v_tile = load_rows(addresses(kv.v, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         if A.BIAS.EXISTS:
-            keys = tokens_of_tile(kv_rows.block, kv_rows.tile, token, KV)
-            scores = biased_logits(scores, queries.bias, queries.tokens, keys, 0, A, Q, KV)
+            keys = positions_of_tile(kv_rows.block, kv_rows.tile, token, KV)
+            scores = biased_logits(scores, queries.bias, queries.positions, keys, 0, A, Q, KV)
         else:
             scores = logits(scores, A)
         allowed = 0
@@ -184,7 +184,7 @@ def _dq_steps(first, end, num_entries, state, queries, kv, lists, gradients, A: 
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         p, ds = _p_and_ds(scores, queries.lse, dp, queries.delta, allowed, A, MASKED)
         if A.BIAS.LENGTH > 0:
-            end_sums = add_by_distance(ds, end_sums, queries.bias, queries.tokens, keys, A, Q, KV)
+            end_sums = add_by_distance(ds, end_sums, queries.bias, queries.positions, keys, A, Q, KV)
         ds = ds.to(k_tile.dtype)
         dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         if WITH_DKV:
@@ -230,8 +230,8 @@ def _load_queries(pointers, q_ids, bias, batch, head, work_tile, q_rows, A: tl.c
     lse = tl.where(lse == float("-inf"), float("inf"), lse)[:, None]
     delta = tl.load(pointers.delta + index, mask=exists, other=0.0)[:, None]
     ids = load_ids(q_ids + batch * (A.NUM_IDS * A.T), token, exists, A.T, -2, A)
-    tokens = tokens_of_tile(work_tile.block, work_tile.tile, token, Q)
-    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, ids, tokens, bias)
+    positions = positions_of_tile(work_tile.block, work_tile.tile, token, Q)
+    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, ids, positions, bias)
 
 
 @triton.jit
@@ -358,8 +358,8 @@ def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, bias, dq,
         lse, delta = _load_lse_and_delta(pointers, offset_of_head(token, row_in_block, A.T, Q), exists, MASKED)
         scores = tl.dot(keys.k_tile, tl.trans(q_tile), input_precision="ieee")  # [KV.TILE, Q.TILE]
         if A.BIAS.EXISTS:
-            tokens = tokens_of_tile(q_rows.block, q_rows.tile, token, Q)
-            scores = biased_logits(scores, bias, tokens, keys.tokens, 1, A, Q, KV)
+            positions = positions_of_tile(q_rows.block, q_rows.tile, token, Q)
+            scores = biased_logits(scores, bias, positions, keys.positions, 1, A, Q, KV)
         else:
             scores = logits(scores, A)
         allowed = 0
@@ -419,8 +419,8 @@ def _load_keys(k, v, kv_ids, batch, work_tile, kv_rows, A: tl.constexpr, KV: tl.
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
     ids = load_ids(kv_ids + batch * (A.NUM_IDS * A.S), token, exists, A.S, -1, A)
-    tokens = tokens_of_tile(work_tile.block, work_tile.tile, token, KV)
-    return KVTile(k_tile, v_tile, kv_rows.row_in_block, ids, tokens)
+    positions = positions_of_tile(work_tile.block, work_tile.tile, token, KV)
+    return KVTile(k_tile, v_tile, kv_rows.row_in_block, ids, positions)
 
 
 @triton.jit

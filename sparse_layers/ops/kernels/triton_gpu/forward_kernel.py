@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..gpu.biases import biased_logits, load_bias, tokens_of_tile
+from ..gpu.biases import biased_logits, load_bias, positions_of_tile
 from ..gpu.tiles import (
     LN_2,
     LOG2_E,
@@ -67,7 +67,7 @@ class QueryTile(NamedTuple):
     q_tile: Any  # [Q.TILE, D]
     row_in_block: Any  # [Q.TILE]
     ids: Any  # `TokenIds`
-    tokens: Any  # `TileTokens`
+    positions: Any  # `TilePositions`
     bias: Any  # `BiasOfHead`
 
 
@@ -106,8 +106,8 @@ def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.cons
             scores = scores * (A.SCALE * LOG2_E)
         else:
             if A.BIAS.EXISTS:
-                keys = tokens_of_tile(kv_rows.block, kv_rows.tile, token, KV)
-                scores = biased_logits(scores, queries.bias, queries.tokens, keys, 0, A, Q, KV)
+                keys = positions_of_tile(kv_rows.block, kv_rows.tile, token, KV)
+                scores = biased_logits(scores, queries.bias, queries.positions, keys, 0, A, Q, KV)
             else:
                 scores = logits(scores, A)
             if MASKED:
@@ -258,8 +258,8 @@ def triton_forward_kernel(
     if W.MERGED:
         state = _merge_splits(work_tile, state, ResultPointers(split_out, split_lse), batch, row_in_block, A, Q)
 
-    tokens = tokens_of_tile(q_block, work_tile.tile, token, Q)
-    queries = QueryTile(q_tile, row_in_block, ids, tokens, load_bias(bias_table, bias_slopes, None, head, A))
+    positions = positions_of_tile(q_block, work_tile.tile, token, Q)
+    queries = QueryTile(q_tile, row_in_block, ids, positions, load_bias(bias_table, bias_slopes, None, head, A))
     vector = batch * A.S * A.KV_HEADS + kv_head
     kv, kv_ids = KVPointers(k + vector * A.H, v + vector * A.HV), kv_ids + batch * (A.NUM_IDS * A.S)
     lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)

@@ -28,7 +28,7 @@ A step, with time to the right. Triton loads q_tile of num_stages steps ahead::
 import triton
 import triton.language as tl
 
-from ..gpu.biases import tokens_of_tile
+from ..gpu.biases import positions_of_tile
 from ..gpu.tiles import (
     LN_2,
     BlockListPointers,
@@ -122,7 +122,7 @@ def kv_outer_kernel(
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
     ids = load_ids(kv_ids + batch * (A.NUM_IDS * A.S), token, exists, A.S, -1, A)
-    keys = KVTile(k_tile, v_tile, row_in_block, ids, tokens_of_tile(kv_block, 0, token, KV))
+    keys = KVTile(k_tile, v_tile, row_in_block, ids, positions_of_tile(kv_block, 0, token, KV))
     q_ids += batch * (A.NUM_IDS * A.T)
     lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
     lists = move_to_list(lists, span)

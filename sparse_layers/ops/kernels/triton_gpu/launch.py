@@ -208,12 +208,14 @@ def _prepare(group_pass: GroupPass, kernel: str) -> "PreparedLaunch":
     has_table, device = group_pass.operands.bias_table is not None, hardware.local_gpu()
     settings = choose_settings(kernel, itemsize, head_sizes(group_pass), blocks, params, device, has_table)
     q_tile, kv_tile = (settings.inner, settings.outer) if transposed else (settings.outer, settings.inner)
-    q, kv = RowTiling(group_pass.q_order, bq, q_tile, group_pass.pack), RowTiling(group_pass.kv_order, bkv, kv_tile)
+    q_positions, kv_positions = group_pass.call.bias_orders or (None, None)
+    q = RowTiling(group_pass.q_order, bq, q_tile, group_pass.pack, positions=q_positions)
+    kv = RowTiling(group_pass.kv_order, bkv, kv_tile, positions=kv_positions)
     outer, inner = (kv, q) if transposed else (q, kv)
     walked_lists = [(inner, _lists(group_pass, outer, inner, transposed))]
     second = group_pass.fused_with
     if second is not None and not transposed:
-        second_kv = RowTiling(second.kv_order, block_shape(second, kernel)[1], settings.inner)
+        second_kv = RowTiling(second.kv_order, block_shape(second, kernel)[1], settings.inner, positions=kv_positions)
         walked_lists.append((second_kv, _lists(second, q, second_kv, transposed)))
     return prepare(
         group_pass, q, kv, outer, walked_lists, settings, requested_splits(params, inner.order.rows), transposed
@@ -336,8 +338,8 @@ class PreparedLaunch:
 
     @property
     def _bias_constants(self) -> tiles.BiasConstants:
-        call, table = self.group_pass.call, self.group_pass.operands.bias_table
-        has_slopes = self.group_pass.operands.bias_slopes is not None
+        call, operands = self.group_pass.call, self.group_pass.operands
+        table, has_slopes = operands.bias_table, operands.bias_slopes is not None
         unit = 1 / math.log(2) if call.soft_cap is None else 1 / call.soft_cap
         if table is None:
             return tiles.BiasConstants(has_slopes, 0, 0, 0, has_slopes, unit if has_slopes else 1.0)
