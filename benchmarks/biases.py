@@ -4,14 +4,15 @@
 
 ``alibi`` has slopes, ``table`` learned entries for distances up to 1024, whose gradient the backward pass computes.
 FlexAttention has them in a score_mod, which captures the table and its gradient. Results and the gradient of the table
-are checked and timed as in `benchmarks.gpu`.
+are timed as in `benchmarks.gpu`. In the check, the gradient of out is 0 except for 64 queries from the first to the
+last, and float64 computes these alone.
 """
 
 import argparse
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,9 +22,9 @@ import numpy as np
 import sparse_layers as sl
 
 from . import contenders, gpu
-from .record import add_option
 
 REACH = 1024  # distances with an entry of their own, on each side
+ROWS = 64  # queries that are checked
 KINDS = "none", "alibi", "table"
 
 
@@ -41,68 +42,39 @@ def _table(heads: int) -> jax.Array:
 # --- what is right ---------------------------------------------------------------------------------------------------
 
 
-def _sum_diagonals(x: jax.Array) -> jax.Array:
-    """Sums [n, t, s] over pairs of one distance: [n, t + s - 1], from distance 1 - t on."""
-    n, t, s = x.shape
-    x = jnp.pad(x[:, ::-1], ((0, 0), (0, 0), (0, t)))  # rows one longer than diagonals, so that each moves by one
-    return x.reshape(n, -1)[:, : t * (s + t - 1)].reshape(n, t, s + t - 1).sum(1)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _attention_of_rows(q, k, v, dout, allowed, bias, dtype) -> tuple[jax.Array, ...]:
-    """Dense attention of some queries with a bias by distance [n, t + s - 1]: out, dq, and sums for dk, dv and bias."""
-    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
-    (t, s), scale, total = allowed.shape, q.shape[-1] ** -0.5, jnp.promote_types(dtype, jnp.float32)
-    by_pair = bias[:, np.arange(s) - np.arange(t)[:, None] + t - 1]
-    scores = jnp.einsum("tnh,snh->nts", q, k, preferred_element_type=total) * scale + by_pair.astype(total)
-    p = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)).astype(dtype)
-    out = jnp.einsum("nts,snh->tnh", p, v)
-    dscores = p * (jnp.einsum("tnh,snh->nts", dout, v) - (out * dout).sum(-1).T[..., None])
-    dq = jnp.einsum("nts,snh->tnh", dscores, k) * scale
-    dk = jnp.einsum("nts,tnh->snh", dscores, q, preferred_element_type=total) * scale
-    dv = jnp.einsum("nts,tnh->snh", p, dout, preferred_element_type=total)
-    return out, dq, dk, dv, _sum_diagonals(dscores.astype(total))
-
-
 class Exact(gpu.Exact):
-    """Attention and gradients in float64 as in `gpu.Exact`, and the gradient of the table if there is one."""
+    """Attention and gradients in float64 of `ROWS` queries, and the gradient of the table if there is one."""
 
     def __init__(self, bias: sl.DistanceBias | None, pattern: contenders.Pattern, arrays: list[jax.Array]):
         self.first, dtype = 0, arrays[0].dtype.name
+        self.rows = np.linspace(0, arrays[0].shape[1] - 1, ROWS).astype(int)
         right, rough = (self._answers(x, bias, pattern, arrays) for x in ("float64", dtype))
         self._set_budgets(right, rough, dtype)
         self.budgets = [np.maximum(x, np.finfo(float).tiny) for x in self.budgets]  # of distances that no pair has: 0
 
+    def check(self, answers: Iterable[np.ndarray]) -> str:
+        """Returns the errors in words as `gpu.Exact.check`, those of out and dq in the queries alone."""
+        return super().check(x[self.rows] if i < 2 else x for i, x in enumerate(answers))
+
     def _answers(self, dtype: str, bias: Any, pattern: contenders.Pattern, arrays: list[jax.Array]) -> list[np.ndarray]:
-        seq_len = arrays[0].shape[1]
-        positions, chunk = jnp.arange(seq_len), min(seq_len, gpu.CHUNK)
-        distances = np.arange(1 - seq_len, seq_len)
-        by_distance, index = np.zeros((2, len(distances))), None
+        keys = np.arange(arrays[0].shape[1])
+        distances, heads = keys - self.rows[:, None], np.array([0, -1])
+        by_pair, index, answers = np.zeros((2, *distances.shape)), None, list[np.ndarray]()
         if bias is not None and bias.slopes is not None:
-            by_distance = -np.array(bias.slopes)[[0, -1], None] * abs(distances)
+            by_pair = -np.array(bias.slopes)[heads, None, None] * abs(distances)
         elif bias is not None:
             index = np.clip(distances + bias.center, 0, 2 * REACH)
-            by_distance = np.asarray(bias.table).astype(np.float64)[[0, -1]][:, index]
-        dbias, answers = np.zeros_like(by_distance), []
+            by_pair = np.asarray(bias.table).astype(np.float64)[heads][:, index]
+        allowed, dbias = pattern.rule(self.rows[:, None], keys, pattern.table), np.zeros_like(by_pair)
         for entry in range(len(arrays[0])):  # those of the last entry are compared, and the sum over all for the table
-            sample, chunks = [x[entry][:, np.array([0, -1])] for x in arrays], []
+            q, k, v, dout = (x[entry][:, heads] for x in arrays)
             with jax.enable_x64(True):
-                dk = dv = jnp.zeros((), "float64")
-                for start in range(0, seq_len, chunk):
-                    rows = slice(start, start + chunk)
-                    allowed = pattern.rule(positions[rows, None], positions[None], None)
-                    span = slice(seq_len - start - chunk, 2 * seq_len - start - 1)
-                    q, dout = sample[0][rows], sample[3][rows]
-                    one = _attention_of_rows(q, *sample[1:3], dout, allowed, by_distance[:, span], dtype)
-                    chunks.append(one[:2])
-                    dk, dv = dk + one[2], dv + one[3]
-                    dbias[:, span] += np.asarray(one[4])
-                out, dq = (jnp.concatenate(x) for x in zip(*chunks, strict=True))
-                answers = [np.asarray(x.astype(dtype)).astype(np.float64) for x in (out, dq, dk, dv)]
+                *results, one = gpu.attention_of_rows(q[self.rows], k, v, dout[self.rows], allowed, dtype, by_pair)
+                answers = [np.asarray(x.astype(dtype)).astype(np.float64) for x in results]
+                dbias += np.asarray(one).astype(np.float64)
         if index is not None:
-            dtable = np.zeros((2 * REACH + 1, 2))
-            np.add.at(dtable, index, dbias.T)
-            answers.append(dtable[..., None])
+            sums = [np.bincount(index.ravel(), x.ravel(), 2 * REACH + 1) for x in dbias]
+            answers.append(np.stack(sums, axis=1)[..., None])
         return answers
 
 
@@ -121,7 +93,7 @@ def ours(
         return sl.block_sparse_attention(q, k, v, plan, bias=bias, implementation=options["implementation"])
 
     @jax.jit
-    def forward_backward(bias, dout, *x):
+    def forward_backward(dout, bias, *x):
         out, pullback = jax.vjp(forward, bias, *x)
         dbias, *gradients = pullback(dout)
         return out, *gradients, *jax.tree.leaves(dbias)
@@ -130,7 +102,11 @@ def ours(
         x = x if x.ndim == 4 else x.T[None, ..., None]  # a table [N, L]
         return np.asarray(x[-1][:, np.array([0, -1])]).astype(np.float64)
 
-    calls = {"fwd": lambda: forward(bias, *x), "fwd+bwd": lambda: forward_backward(bias, dout, *x)}
+    def call_both(rows=None):
+        pulled = dout if rows is None else jnp.zeros_like(dout).at[:, rows].set(dout[:, rows])
+        return forward_backward(pulled, bias, *x)
+
+    calls = {"fwd": lambda: forward(bias, *x), "fwd+bwd": call_both}
     return contenders.Contender(calls, jax.block_until_ready, fetch)
 
 
@@ -151,19 +127,12 @@ def score_mod_of(bias: sl.DistanceBias, device: str) -> tuple[Callable, tuple[An
 def main() -> int:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", default="triton", choices=sl.implementations())
-    parser.add_argument("--seq-len", type=int, default=16384)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--patterns", nargs="+", default=["causal", "window"])
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--warps", type=int, nargs=2, help="num_warps, forward and backward")
-    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
-    parser.add_argument("--seconds", type=int, default=400, help="time limit")
-    add_option(parser)
+    gpu.add_options(parser, "triton", 400)
     options = parser.parse_args()
-    options.groups, options.calls = 5, 10
     report = gpu.Report(options)
     report.begin("biases")
     settings: dict[str, Any] = {"implementation": options.implementation}

@@ -92,9 +92,12 @@ def block_pattern(seq_len: int, density: float) -> Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """An implementation with its inputs: calls by direction, how to wait for a result, how to get at its sample."""
+    """An implementation with its inputs: calls by direction, how to wait for a result, how to get at its sample.
 
-    calls: dict[str, Callable[[], Any]]
+    Backward calls of biases take queries: the gradient of out is then 0 for all others.
+    """
+
+    calls: dict[str, Callable[..., Any]]
     wait: Callable[[Any], Any]
     fetch: Callable[[Any], np.ndarray]
 
@@ -204,9 +207,12 @@ def flex(
         with torch.no_grad():
             return attention(q, k, v, block_mask=block_mask())
 
-    def forward_backward():
-        out = attention(q, k, v, block_mask=block_mask())
-        return out, *torch.autograd.grad(out, (q, k, v, *learned), dout)
+    def forward_backward(rows=None):
+        out, pulled = attention(q, k, v, block_mask=block_mask()), dout
+        if rows is not None:
+            pulled = torch.zeros_like(dout)
+            pulled[:, :, rows] = dout[:, :, rows]
+        return out, *torch.autograd.grad(out, (q, k, v, *learned), pulled)
 
     def fetch(x):
         x = x if x.dim() == 4 else x[None, :, :, None]  # a table [N, L]

@@ -73,21 +73,29 @@ def inputs(
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def attention_of_rows(q, k, v, dout, allowed, dtype) -> tuple[jax.Array, ...]:
-    """Dense attention of some queries in one dtype throughout: out, dq, and what these queries add to dk and dv."""
+def attention_of_rows(q, k, v, dout, allowed, dtype, bias=None) -> tuple[jax.Array, ...]:
+    """Dense attention of some queries in one dtype throughout: out, dq, and what these queries add to dk and dv.
+
+    With a bias [n, t, s] of logits, its gradient comes last.
+    """
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     scale, total = q.shape[-1] ** -0.5, jnp.promote_types(dtype, jnp.float32)
     scores = jnp.einsum("tnh,snh->nts", q, k) * scale
+    if bias is not None:
+        scores += bias.astype(dtype)
     p = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf))
     out = jnp.einsum("nts,snh->tnh", p, v)
     dscores = p * (jnp.einsum("tnh,snh->nts", dout, v) - (out * dout).sum(-1).T[..., None])
     dq = jnp.einsum("nts,snh->tnh", dscores, k) * scale
     dk = jnp.einsum("nts,tnh->snh", dscores, q, preferred_element_type=total) * scale
-    return out, dq, dk, jnp.einsum("nts,tnh->snh", p, dout, preferred_element_type=total)
+    dv = jnp.einsum("nts,tnh->snh", p, dout, preferred_element_type=total)
+    return (out, dq, dk, dv) if bias is None else (out, dq, dk, dv, dscores)
 
 
 class Exact:
     """Attention and gradients in float64 for the first and last head of the last batch entry, and the budgets."""
+
+    rows: Any = None  # the only queries whose out has a gradient in the check; None for all
 
     def __init__(self, pattern: Pattern, arrays: list[jax.Array]):
         seq_len = arrays[0].shape[1]
@@ -257,7 +265,7 @@ class Case:
     def time(self, contender: Contender, direction: str) -> dict[str, Any]:
         """Milliseconds of a call whose result is right; of a wrong one, an error."""
         start, call = time.monotonic(), contender.calls[direction]
-        result = call()
+        result = call() if self.exact.rows is None or direction == "fwd" else call(self.exact.rows)
         contender.wait(result)
         first = time.monotonic() - start
         answers = result if direction == "fwd+bwd" else (result,)
@@ -456,28 +464,33 @@ SECTIONS = {
 }  # memory: before others' peaks
 
 
+def add_options(parser: argparse.ArgumentParser, implementation: str, seconds: int) -> None:
+    """Adds the options that the benchmarks of GPU kernels share, with two defaults."""
+    parser.add_argument("--implementation", default=implementation, choices=sl.implementations())
+    parser.add_argument("--seq-len", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--seconds", type=int, default=seconds, help="after which a section starts nothing new")
+    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
+    add_option(parser)
+
+
 def main() -> int:
     """Runs what the command line asks for; 1 if any cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default all")
     parser.add_argument("--head-size", nargs="+", type=int, default=[128, 64], help="density: the first of them")
     parser.add_argument("--patterns", nargs="+", default=SPEED, choices=patterns(BLOCK), metavar="PATTERN")
-    parser.add_argument("--implementation", default="triton", choices=sl.implementations())
     parser.add_argument("--beside", choices=sl.implementations(), help="speed: another implementation of ours")
-    parser.add_argument("--seq-len", type=int, default=16384)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--key-heads", type=int, help="speed: fewer key heads than query heads")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"], help="speed: of q, k and v")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2**x for x in range(11, 18)])
     parser.add_argument("--memory-len", type=int, default=131072)
     parser.add_argument("--densities", nargs="+", type=float, default=[5, 10, 20, 35, 50, 70, 85, 100], help="percent")
     parser.add_argument("--density-lengths", nargs="+", type=int, default=[8192, 16384])
-    parser.add_argument("--groups", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=10)
-    parser.add_argument("--seconds", type=int, default=270, help="after which a section starts nothing new")
-    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
-    add_option(parser)
+    add_options(parser, "triton", 270)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")

@@ -16,7 +16,6 @@ import numpy as np
 import sparse_layers as sl
 
 from . import contenders, gpu
-from .record import add_option
 
 PREFIX = 4096
 
@@ -49,16 +48,9 @@ def patterns(seq_len: int) -> dict[str, contenders.Pattern]:
 def main() -> int:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", default="hopper", choices=sl.implementations())
-    parser.add_argument("--seq-len", type=int, default=16384)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-size", type=int, nargs="+", default=[128])
-    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
-    parser.add_argument("--seconds", type=int, default=400, help="time limit")
-    add_option(parser)
+    gpu.add_options(parser, "hopper", 400)
     options = parser.parse_args()
-    options.groups, options.calls = 5, 10
     report = gpu.Report(options)
     for size in options.head_size:
         report.begin(f"head size {size}")
