@@ -59,7 +59,7 @@ class Exact(gpu.Exact):
     def _answers(self, dtype: str, bias: Any, pattern: contenders.Pattern, arrays: list[jax.Array]) -> list[np.ndarray]:
         keys = np.arange(arrays[0].shape[1])
         distances, heads = keys - self.rows[:, None], np.array([0, -1])
-        by_pair, index, answers = np.zeros((2, *distances.shape)), None, list[np.ndarray]()
+        by_pair, index, answers = np.zeros((2, *distances.shape)), None, list[Any]()
         if bias is not None and bias.slopes is not None:
             by_pair = -np.array(bias.slopes)[heads, None, None] * abs(distances)
         elif bias is not None:
@@ -72,10 +72,10 @@ class Exact(gpu.Exact):
                 *results, one = gpu.attention_of_rows(q[self.rows], k, v, dout[self.rows], allowed, dtype, by_pair)
                 answers = [np.asarray(x.astype(dtype)).astype(np.float64) for x in results]
                 dbias += np.asarray(one).astype(np.float64)
-        if index is not None:
-            sums = [np.bincount(index.ravel(), x.ravel(), 2 * REACH + 1) for x in dbias]
-            answers.append(np.stack(sums, axis=1)[..., None])
-        return answers
+        if index is None:
+            return answers
+        sums = [np.bincount(index.ravel(), x.ravel(), 2 * REACH + 1) for x in dbias]
+        return [*answers, np.stack(sums, axis=1)[..., None]]
 
 
 # --- who computes it -------------------------------------------------------------------------------------------------

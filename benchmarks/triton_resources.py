@@ -102,11 +102,10 @@ class Launch:
         if self.name == "compact":
             return 0
         outer, inner = reversed(self.tiles) if self.by_keys else self.tiles
-        sizes = self.constants["A"].D, self.constants["A"].DV
+        arrays, itemsize = self.constants["A"], jnp.dtype(self.dtypes[0]).itemsize
+        inputs = settings.KernelInputs(itemsize, (arrays.D, arrays.DV), arrays.BIAS.LENGTH > 0)
         launch_settings = settings.Settings(outer, inner, self.num_warps, self.num_stages)
-        itemsize = jnp.dtype(self.dtypes[0]).itemsize
-        has_table = self.constants["A"].BIAS.LENGTH > 0
-        return settings.shared_memory(self.name, launch_settings, itemsize, sizes, self.device.capability, has_table)
+        return settings.shared_memory(self.name, launch_settings, inputs, self.device.capability)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,8 @@ SINKS = sl.Causal() & (sl.Window(20) | sl.Prefix(4))
 
 
 def chosen(kernel="forward", itemsize=2, sizes=(128, 128), blocks=(128, 128), params=None, device=H200):
-    return settings.choose_settings(kernel, itemsize, sizes, blocks, params or sl.FwdParams(), device)
+    inputs = settings.KernelInputs(itemsize, sizes)
+    return settings.choose_settings(kernel, inputs, blocks, params or sl.FwdParams(), device)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -62,25 +63,29 @@ def test_settings_fit_the_device(kernel, itemsize, limit):
     sizes = [
         x
         for x in itertools.product((16, 64, 128, 256), repeat=2)
-        if kernel != "dq_with_dkv" or settings.outer_rows("dq_with_dkv", 2, x)
+        if kernel != "dq_with_dkv" or settings.outer_rows("dq_with_dkv", settings.KernelInputs(2, x))
     ]
     for size, blocks in itertools.product(sizes, [(16, 32), (64, 64), (128, 128), (512, 512)]):
         found = chosen(kernel, itemsize, size, blocks, device=H200._replace(shared_memory=limit))
         wide = chosen(kernel, itemsize, size, blocks, device=H200._replace(shared_memory=1 << 30))
         assert all(a <= b for a, b in zip(dataclasses.astuple(found), dataclasses.astuple(wide), strict=True))
         smallest = (found.outer, found.inner, found.num_stages) == (16, 32, 1)
-        assert settings.shared_memory(kernel, found, itemsize, size, H200.capability) <= limit or smallest
+        assert (
+            settings.shared_memory(kernel, found, settings.KernelInputs(itemsize, size), H200.capability) <= limit
+            or smallest
+        )
         assert found.outer & (found.outer - 1) == found.inner & (found.inner - 1) == 0
         assert found.outer >= 16 and found.inner >= 32
 
 
 def test_head_sizes_that_do_not_fit_are_refused(monkeypatch):
     small = hardware.Device(86, 101376, 84)
-    assert settings.unsupported(2, (256, 256), DEFAULTS, small) is None
-    assert settings.unsupported(4, (256, 256), DEFAULTS, H200) is None
-    assert "shared memory, and this GPU has 101376" in settings.unsupported(4, (256, 256), DEFAULTS, small)
+    half, single = (settings.KernelInputs(itemsize, (256, 256)) for itemsize in (2, 4))
+    assert settings.unsupported(half, DEFAULTS, small) is None
+    assert settings.unsupported(single, DEFAULTS, H200) is None
+    assert "shared memory, and this GPU has 101376" in settings.unsupported(single, DEFAULTS, small)
     large = sl.FwdParams(), sl.BwdParams(blocksize_m=256)
-    assert "blocksize_m=256" in settings.unsupported(2, (256, 256), large, small)
+    assert "blocksize_m=256" in settings.unsupported(half, large, small)
     monkeypatch.setattr(hardware, "local_device", lambda: small)
     q = jnp.zeros((1, 16, 2, 256))
     with pytest.raises(NotImplementedError, match="triton: head sizes of 256 with 4 bytes an element need about"):

@@ -25,9 +25,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
     if operands.bias_table is not None and call.params[1].deterministic:
         return "the gradient of a bias with a table uses atomic additions, and bwd_params has deterministic=True"
-    padded = hardware.padded_size(sizes[0]), hardware.padded_size(sizes[1])
-    has_table = operands.bias_table is not None
-    return settings.unsupported(operands.query.dtype.itemsize, padded, call.params, device, has_table)
+    return settings.unsupported(settings.KernelInputs.of(operands), call.params, device)
 
 
 @differentiable_once("triton")

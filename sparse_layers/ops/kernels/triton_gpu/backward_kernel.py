@@ -42,8 +42,8 @@ from ..gpu.biases import (
     add_by_distance,
     biased_logits,
     load_bias,
-    store_end_sums,
     positions_of_tile,
+    store_end_sums,
     zero_end_sums,
 )
 from ..gpu.tiles import (

@@ -17,8 +17,8 @@ from ..gpu.lists import RowTiling
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, SelectedRows
 from ..operands import Operands
 from .kv_outer_kernel import kv_outer_kernel
-from .launch import PreparedLaunch, block_shape, head_sizes, launch_dkv, prepare
-from .settings import Settings, choose_settings, shared_memory
+from .launch import PreparedLaunch, block_shape, launch_dkv, prepare
+from .settings import KernelInputs, Settings, choose_settings, shared_memory
 
 KERNELS = "kv_outer", "dkv_with_dq"  # names of their settings
 
@@ -36,9 +36,9 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     queries = queries_per_tile(call, operands)
     if selection.granularity > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:
         return "kernels that gather queries need single queries that select, at least two tiles of them"
-    device, rows = hardware.local_gpu(), SelectedRows(call, operands, 0, 1, ())
-    settings, itemsize = {x: settings_of(rows, x) for x in KERNELS}, operands.query.dtype.itemsize
-    needed = max(shared_memory(x, y, itemsize, head_sizes(rows), device.capability) for x, y in settings.items())
+    device, inputs = hardware.local_gpu(), KernelInputs.of(operands)
+    settings = {x: settings_of(SelectedRows(call, operands, 0, 1, ()), x) for x in KERNELS}
+    needed = max(shared_memory(x, y, inputs, device.capability) for x, y in settings.items())
     # The mask of a row of queries is read by words, for as many keys at a time.
     if needed > device.shared_memory or min(x.outer for x in settings.values()) < 32:
         return "the tiles of kernels that gather queries do not fit shared memory"
@@ -83,8 +83,8 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
 
 def settings_of(rows: SelectedRows, kernel: str) -> Settings:
     """Returns the settings of a kernel, as for long blocks."""
-    itemsize, blocks = rows.operands.query.dtype.itemsize, (max(32, rows.block), 1 << 16)
-    return choose_settings(kernel, itemsize, head_sizes(rows), blocks, BwdParams(), hardware.local_gpu())
+    inputs, blocks = KernelInputs.of(rows.operands), (max(32, rows.block), 1 << 16)
+    return choose_settings(kernel, inputs, blocks, BwdParams(), hardware.local_gpu())
 
 
 def _prepare(rows: SelectedRows, kernel: str) -> PreparedLaunch:

@@ -16,13 +16,12 @@ import numpy as np
 from ...planning.block_lists import MAX_QUERY_GROUPS, planned_block_pairs
 from ...planning.row_orders import RowOrder
 from ..gpu import bridge, hardware, tiles
-from ..gpu.hardware import padded_size
 from ..gpu.lists import PassLists, RowTiling, build_pass_lists, row_order_constants
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, varying_like
 from ..gpu.splits import MIN_STEPS, Splits, count_splits, longest_first_order, split_work_tiles
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import triton_forward_kernel
-from .settings import Settings, choose_settings, outer_rows, requested_splits
+from .settings import KernelInputs, Settings, choose_settings, outer_rows, requested_splits
 
 # Rows of a tile that keep tensor cores busy.
 FULL_TILE = 64
@@ -185,11 +184,11 @@ def block_shape(group_pass: GroupPass, kernel: str) -> tuple[int, int]:
 
 def head_sizes(group_pass: GroupPass) -> tuple[int, int]:
     """Returns the padded head sizes of q and k, and of v."""
-    return padded_size(group_pass.operands.query.shape[-1]), padded_size(group_pass.operands.value.shape[-1])
+    return KernelInputs.of(group_pass.operands).head_sizes
 
 
 def _tile_rows(group_pass: GroupPass, kernel: str) -> int | None:
-    return outer_rows(kernel, group_pass.operands.query.dtype.itemsize, head_sizes(group_pass))
+    return outer_rows(kernel, KernelInputs.of(group_pass.operands))
 
 
 def _lists(group_pass: GroupPass, outer: RowTiling, inner: RowTiling, transposed: bool) -> PassLists:
@@ -204,9 +203,8 @@ def _prepare(group_pass: GroupPass, kernel: str) -> "PreparedLaunch":
         group_pass.call.params[kernel != "forward"],
     )
     rows = bq * group_pass.pack
-    itemsize, blocks = group_pass.operands.query.dtype.itemsize, (bkv, rows) if transposed else (rows, bkv)
-    has_table, device = group_pass.operands.bias_table is not None, hardware.local_gpu()
-    settings = choose_settings(kernel, itemsize, head_sizes(group_pass), blocks, params, device, has_table)
+    inputs, blocks = KernelInputs.of(group_pass.operands), (bkv, rows) if transposed else (rows, bkv)
+    settings = choose_settings(kernel, inputs, blocks, params, hardware.local_gpu())
     q_tile, kv_tile = (settings.inner, settings.outer) if transposed else (settings.outer, settings.inner)
     q_positions, kv_positions = group_pass.call.bias_orders or (None, None)
     q = RowTiling(group_pass.q_order, bq, q_tile, group_pass.pack, positions=q_positions)

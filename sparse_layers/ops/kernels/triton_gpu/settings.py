@@ -3,8 +3,9 @@
 import dataclasses
 
 from ...planning.params import KernelParams
-from ..gpu.hardware import Device
+from ..gpu.hardware import Device, padded_size
 from ..gpu.splits import MAX_SPLITS
+from ..operands import Operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,21 @@ class Settings:
     inner: int  # rows of the tile that a step of its loop loads
     num_warps: int
     num_stages: int  # depth of the software pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInputs:
+    """The properties of a call's arrays that decide its tile sizes."""
+
+    itemsize: int  # bytes of an element of q, k and v
+    head_sizes: tuple[int, int]  # padded head sizes of q and k, and of v
+    has_table: bool = False  # True if a bias has a table, whose gradient dq kernels sum
+
+    @classmethod
+    def of(cls, operands: Operands) -> "KernelInputs":
+        """Returns the properties of the operands of a call."""
+        head_sizes = padded_size(operands.query.shape[-1]), padded_size(operands.value.shape[-1])
+        return cls(operands.query.dtype.itemsize, head_sizes, operands.bias_table is not None)
 
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
@@ -58,13 +74,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
 _SPARE = 2048
 
 
-def shared_memory(
-    kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int, has_table: bool = False
-) -> int:
-    """Returns an upper bound of the bytes of shared memory; ``sizes`` are padded head sizes.
-
-    With ``has_table``, dq kernels sum the gradient of a bias's table.
-    """
+def shared_memory(kernel: str, settings: Settings, inputs: KernelInputs, capability: int) -> int:
+    """Returns an upper bound of the bytes of shared memory."""
+    itemsize, sizes = inputs.itemsize, inputs.head_sizes
     outer_elements, inner_elements = settings.outer * sizes[0], settings.inner * sum(sizes)
     if kernel != "forward":
         outer_elements += settings.outer * sizes[1]
@@ -76,71 +88,62 @@ def shared_memory(
     elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("dq_with_dkv", "dkv_with_dq"):
         # They read the left side of a product from registers; only these two need all their tiles on either side.
         outer_elements, scores = (0, scores) if kernel == "forward" else (outer_elements / 2, scores / 2)
-    diagonals = 4 * settings.outer * settings.inner if has_table and kernel in ("dq", "dq_with_dkv") else 0
+    diagonals = 4 * settings.outer * settings.inner if inputs.has_table and kernel in ("dq", "dq_with_dkv") else 0
     return int(itemsize * (outer_elements + buffers * inner_elements + scores)) + diagonals + _SPARE
 
 
-def unsupported(
-    itemsize: int,
-    sizes: tuple[int, int],
-    params: tuple[KernelParams, KernelParams],
-    device: Device,
-    has_table: bool = False,
-) -> str | None:
+def unsupported(inputs: KernelInputs, params: tuple[KernelParams, KernelParams], device: Device) -> str | None:
     """Returns why even the smallest tiles that the parameters allow do not fit a device, or None."""
     for kernel in ("forward", "dq", "dkv"):
         kernel_params = params[kernel != "forward"]
-        smallest = choose_settings(kernel, itemsize, sizes, (16, 32), kernel_params, device, has_table)
-        needed = shared_memory(kernel, smallest, itemsize, sizes, device.capability, has_table)
+        smallest = choose_settings(kernel, inputs, (16, 32), kernel_params, device)
+        needed = shared_memory(kernel, smallest, inputs, device.capability)
         if needed > device.shared_memory:
             explicit = "".join(
                 f", {name}={value}" for name, value in dataclasses.asdict(kernel_params).items() if value
             )
             return (
-                f"head sizes of {max(sizes)} with {itemsize} bytes an element{explicit} need about {needed} bytes of "
-                f"shared memory, and this GPU has {device.shared_memory}"
+                f"head sizes of {max(inputs.head_sizes)} with {inputs.itemsize} bytes an element{explicit} need about "
+                f"{needed} bytes of shared memory, and this GPU has {device.shared_memory}"
             )
     return None
 
 
-def outer_rows(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
+def outer_rows(kernel: str, inputs: KernelInputs) -> int | None:
     """Returns the outer tile of a kernel in the table, or None if the table does not have the kernel."""
-    entries = _entries(kernel, itemsize, sizes)
+    entries = _entries(kernel, inputs)
     return entries[0].outer if entries else None
 
 
-def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settings, ...]:
-    table = _TABLE.get((kernel, itemsize), {})
-    size = min(size for size in _TABLE["forward", itemsize] if max(sizes) <= size)
+def _entries(kernel: str, inputs: KernelInputs) -> tuple[Settings, ...]:
+    table = _TABLE.get((kernel, inputs.itemsize), {})
+    size = min(size for size in _TABLE["forward", inputs.itemsize] if max(inputs.head_sizes) <= size)
     return table.get(size, ())
 
 
 def choose_settings(
-    kernel: str,
-    itemsize: int,
-    sizes: tuple[int, int],
-    blocks: tuple[int, int],
-    params: KernelParams,
-    device: Device,
-    has_table: bool = False,
+    kernel: str, inputs: KernelInputs, blocks: tuple[int, int], params: KernelParams, device: Device
 ) -> Settings:
     """Returns the settings of a kernel: the user's, else those of the table, reduced to fit the device and the blocks.
 
-    ``sizes`` are padded head sizes of q and k, and of v; ``blocks`` rows of the outer side and of the inner one. The
-    user's blocksize_m is of the outer side, also where that is keys.
+    ``blocks`` are rows of the outer side and of the inner one. The user's blocksize_m is of the outer side, also where
+    that is keys.
     """
-    entries = _entries(kernel, itemsize, sizes)
+    entries = _entries(kernel, inputs)
     settings = next((entry for entry in entries if entry.outer <= blocks[0]), entries[-1])
     outer, inner = (
         min(default, max(least, 1 << (block - 1).bit_length()))
         for default, least, block in zip((settings.outer, settings.inner), (16, 32), blocks, strict=True)
     )
+    num_warps = settings.num_warps
+    if inputs.has_table and inputs.itemsize == 2 and max(inputs.head_sizes) == 128 and outer * inner >= 64 * 64:
+        num_warps = max(num_warps, 8)  # the index and the entry of each pair take registers: 4 warps spill some
     fields = (params.blocksize_m, params.blocksize_n, params.num_warps, params.num_stages)
     explicit = {
         x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None
     }
-    settings = dataclasses.replace(settings, **({"outer": outer, "inner": inner} | explicit))
-    while shared_memory(kernel, settings, itemsize, sizes, device.capability, has_table) > device.shared_memory:
+    settings = dataclasses.replace(settings, **({"outer": outer, "inner": inner, "num_warps": num_warps} | explicit))
+    while shared_memory(kernel, settings, inputs, device.capability) > device.shared_memory:
         # A single stage comes late, before a smaller outer tile only: with it, loads wait for products.
         steps = (
             ("num_stages", settings.num_stages - 1, 2),
