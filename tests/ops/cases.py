@@ -477,6 +477,8 @@ CASES = [*_features(), *_chains(), *_presets()]
 
 
 def _computes_bias(name: str, case: Case) -> bool:
+    if name == "pallas_tpu" and case.grid_table is not None:  # it counts distances by tokens
+        return False
     has_table = case.table is not None or case.grid_table is not None
     rows = [OPERANDS["bias_table"]] * has_table + [OPERANDS["bias_slopes"]] * (case.slopes is not None)
     return bool(rows) and all(name in (row.backends or ()) for row in rows)
