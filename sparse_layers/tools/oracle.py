@@ -107,14 +107,7 @@ class DenseAttention:
         self._scale = query.shape[-1] ** -0.5 if scale is None else scale
 
         logits, slope = rounded(self._scale * rounded(_scores(query, key))), 1.0  # [B, N, T, S]
-        distances = np.arange(key.shape[1]) - np.arange(query.shape[1])[:, None]
-        self._bias, self._indices = np.zeros((1, 1, 1)), None  # [N or 1, T, S], and the entry [T, S] of each pair
-        if table is not None:
-            by_distance = np.clip(distances + center, 0, table.shape[1] - 1)
-            self._indices, self._table_shape = by_distance if table_index is None else table_index, table.shape
-            self._bias = self._bias + np.asarray(table).astype(np.float64)[:, self._indices]
-        if slopes is not None:
-            self._bias = self._bias - np.array(slopes)[:, None, None] * abs(distances)
+        self._set_bias(table, center, table_index, slopes, (query.shape[1], key.shape[1]))
         logits = rounded(logits + self._bias.astype(acc_dtype))
         if soft_cap is not None:
             squashed = rounded(np.tanh(logits / soft_cap))
@@ -137,6 +130,17 @@ class DenseAttention:
         gradients = self._gradients(p, dlogits, query, key, dout, -delta)
         answers = {"out": out, "lse": lse[..., 0].swapaxes(1, 2), **gradients}
         self.answers = {name: x if name in ("lse", "dsinks", "dtable") else rounded(x) for name, x in answers.items()}
+
+    def _set_bias(self, table: Any, center: int, table_index: Any, slopes: Any, lengths: tuple[int, int]) -> None:
+        """Sets the bias [N or 1, T, S] of logits, and the table's shape and the entry [T, S] of each pair."""
+        distances = np.arange(lengths[1]) - np.arange(lengths[0])[:, None]
+        self._bias, self._indices = np.zeros((1, 1, 1)), None
+        if table is not None:
+            by_distance = np.clip(distances + center, 0, table.shape[1] - 1)
+            self._indices, self._table_shape = by_distance if table_index is None else table_index, table.shape
+            self._bias = self._bias + np.asarray(table).astype(np.float64)[:, self._indices]
+        if slopes is not None:
+            self._bias = self._bias - np.array(slopes)[:, None, None] * abs(distances)
 
     def absolute_sums(self) -> dict[str, np.ndarray]:
         """Returns the sums of the absolute values that are summed up in each answer, by `NAMES` in its shape.
