@@ -42,9 +42,12 @@ from .masks import spatial_order as spatial_order
 __version__ = "0.3.0"  # the one place: what is built and the command line read it here
 
 if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
+    from .modules import AlibiBias as AlibiBias
     from .modules import AttentionFn as AttentionFn
     from .modules import Decoder as Decoder
+    from .modules import GridBias as GridBias
     from .modules import IndexLoss as IndexLoss
+    from .modules import LearnedBias as LearnedBias
     from .modules import LinearScaling as LinearScaling
     from .modules import Llama3Scaling as Llama3Scaling
     from .modules import LoadBalancingLoss as LoadBalancingLoss
@@ -52,11 +55,13 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import Mixer as Mixer
     from .modules import MixtureOfExperts as MixtureOfExperts
     from .modules import NativeSparseAttention as NativeSparseAttention
+    from .modules import RelativeBias as RelativeBias
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
     from .modules import SparseSelfAttention as SparseSelfAttention
     from .modules import SparseTransformer as SparseTransformer
     from .modules import SparseTransformerBlock as SparseTransformerBlock
+    from .modules import T5Bias as T5Bias
     from .modules import YarnScaling as YarnScaling
     from .modules import make_attention_fn as make_attention_fn
     from .modules.generate import generate as generate
@@ -107,9 +112,12 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
 # Only masks come with the package: the rest takes several times as long to import, and the layers bring flax.nnx.
 _AT_FIRST_USE = {
     "modules": (
+        "AlibiBias",
         "AttentionFn",
         "Decoder",
+        "GridBias",
         "IndexLoss",
+        "LearnedBias",
         "LinearScaling",
         "Llama3Scaling",
         "LoadBalancingLoss",
@@ -117,11 +125,13 @@ _AT_FIRST_USE = {
         "Mixer",
         "MixtureOfExperts",
         "NativeSparseAttention",
+        "RelativeBias",
         "Rope",
         "SparseCrossAttention",
         "SparseSelfAttention",
         "SparseTransformer",
         "SparseTransformerBlock",
+        "T5Bias",
         "YarnScaling",
         "make_attention_fn",
     ),

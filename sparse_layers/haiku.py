@@ -21,10 +21,12 @@ from .modules.block_core import BlockCore, apply_block, check_block_input, norm_
 from .modules.core import AttentionCore
 from .modules.mixture import MixtureOfExperts
 from .modules.options import GatedOptions, PrefillOptions, StepOptions
+from .modules.relative_bias import RelativeBias
 from .modules.rope import Rope, resolve_rope
 from .modules.settings import check_array, check_order, gate_features, resolve_qk_norm, with_checked_settings
 from .modules.step import attention_step, check_inputs
 from .ops.decoding.cache import KVCache
+from .ops.kernels.distance_bias import DistanceBias
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 from .scorers import Scorer
@@ -45,6 +47,7 @@ class _AttentionOptions(GatedOptions, total=False):
     cache_dtype: str | None
     rope: Rope | None
     rope_theta: float | None
+    relative_bias: RelativeBias | None
     w_init: _Initializer | None
     b_init: _Initializer | None
 
@@ -69,6 +72,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       name: name of the module.
       pattern, seq_len, num_kv_heads: see `sparse_layers.SparseSelfAttention`.
       rope, rope_theta, normalize_qk, norm_epsilon: see there.
+      relative_bias: see there; its table is the parameter ``bias_table``.
       out_w_init: initial weights of the last linear map; None for w_init.
       cache_dtype: see `sparse_layers.SparseSelfAttention`.
       **options: use_sinks (parameter ``sinks`` [N]), gate_output (linear map ``out_gate``), scale, logits_soft_cap,
@@ -115,6 +119,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         num_kv_heads: int | None = None,
         rope: Rope | None = None,
         rope_theta: float | None = None,
+        relative_bias: RelativeBias | None = None,
         normalize_qk: bool | str = False,
         norm_epsilon: float = 1e-6,
         out_w_init: _Initializer | None = None,
@@ -146,11 +151,17 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             key_size,
             jnp.bfloat16,
             rope=resolve_rope(rope, rope_theta),
+            relative_bias=relative_bias,
             size_name="key_size",
             **options,
         )
         self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else self.attention_step.fn.masks
         self.seq_len, self.out_w_init, self.cache_dtype = seq_len, out_w_init or self.w_init, cache_dtype
+
+    @property
+    def relative_bias(self) -> RelativeBias | None:
+        """The bias of logits by head and distance."""
+        return self.attention_step.relative_bias
 
     @property
     def plan(self) -> Plan:
@@ -169,6 +180,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
     ) -> jax.Array:
         """Applies attention; ``layer(x)`` is ``layer(x, x, x)``.
 
@@ -177,7 +189,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
           key, value: inputs for the same tokens, [..., T, any features]; key None for query, value None for key.
           mask: key padding, bool [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query without any key gets
             0, where ``hk.MultiHeadAttention`` gives the mean of all values.
-          segment_ids, order_ids, selection, positions: see a call of `sparse_layers.SparseSelfAttention`.
+          segment_ids, order_ids, selection, positions, bias: see a call of `sparse_layers.SparseSelfAttention`.
 
         Returns:
           [..., T, model_size].
@@ -205,7 +217,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
                     "Linen have a SparseCrossAttention"
                 )
         ids = segment_ids if mask is None else ids_from_padding(mask, tokens, segment_ids)
-        return self._core(query).attend(query, key, value, ids, selection, positions, order_ids=order_ids)
+        return self._core(query).attend(query, key, value, ids, selection, positions, order_ids=order_ids, bias=bias)
 
     @hk.name_like("__call__")
     @strict_kwargs
@@ -278,6 +290,9 @@ class SparseSelfAttention(hk.MultiHeadAttention):
                 return normalize
             return lambda x: normalize(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
+        def zeros(name: str, shape: tuple[int, ...] | None) -> jax.Array | None:
+            return None if shape is None else hk.get_parameter(name, list(shape), inputs.dtype, jnp.zeros)
+
         gates = gate_features(self.gate_output, self.value_size)
         out = linear(self.model_size, w_init=self.out_w_init, name="linear")
         return AttentionCore(
@@ -296,7 +311,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             query_ln=norm("query_ln"),
             key_ln=norm("key_ln"),
             out_gate=projection("out_gate", self.num_heads, gates) if gates else None,
-            sinks=hk.get_parameter("sinks", [self.num_heads], inputs.dtype, jnp.zeros) if self.use_sinks else None,
+            sinks=zeros("sinks", (self.num_heads,) if self.use_sinks else None),
+            bias_table=zeros("bias_table", self.attention_step.table_shape(self.num_heads)),
         )
 
 
@@ -326,8 +342,8 @@ class SparseTransformerBlock(hk.Module):
       with_bias: True if attention and MLP have biases.
       key_size: features of one head; defaults to features / num_heads.
       name: name of the module.
-      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta, w_init
-        and b_init (for attention only), use_sinks, gate_output, scale, ...
+      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta,
+        relative_bias, w_init and b_init (for attention only), use_sinks, gate_output, scale, ...
 
     Raises:
       TypeError: an unknown argument, and errors of `SparseSelfAttention`.
@@ -418,13 +434,14 @@ class SparseTransformerBlock(hk.Module):
         order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
 
         Args:
           x: [..., T, features] with T <= seq_len.
-          segment_ids, order_ids, selection, positions: see `SparseSelfAttention`.
+          segment_ids, order_ids, selection, positions, bias: see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; needed with a dropout_rate only.
 
         Returns:
@@ -442,7 +459,7 @@ class SparseTransformerBlock(hk.Module):
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "
                 "whether to drop"
             )
-        options = {**ids, "selection": selection, "positions": positions}
+        options = {**ids, "selection": selection, "positions": positions, "bias": bias}
         apply = functools.partial(apply_block, self, deterministic=deterministic, call_options=options)
         return (hk.remat(apply) if self.remat else apply)(x)
 

@@ -15,6 +15,7 @@ from ..modules.rope import Rope, resolve_rope
 from ..modules.settings import check_array, check_features, gate_features, projections_with_bias, query_features
 from ..modules.step import attention_step, check_inputs, refuse_dropout
 from ..ops.decoding.cache import KVCache
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.selection import Selection
 from .settings import PatternSettings, SelfAttentionSettings
 
@@ -32,7 +33,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
       pattern: see `sparse_layers.SparseSelfAttention`. A sequence or an array becomes its tuple of masks, so that the
         module is hashable and comparable.
       seq_len, qkv_features, out_features, num_kv_heads, head_dim: see there.
-      rope, rope_theta, use_sinks, gate_output, normalize_qk, norm_epsilon, use_bias: see there.
+      rope, rope_theta, relative_bias, use_sinks, gate_output, normalize_qk, norm_epsilon, use_bias: see there.
       scale, logits_soft_cap, selection, implementation, fwd_params, bwd_params, query_sharding, cache_dtype: see there.
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.
@@ -79,6 +80,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Applies attention to inputs [..., T, F], and returns [..., T, out_features] in the layer's dtype.
@@ -88,7 +90,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         Raises:
           ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
         """
-        options = {"positions": positions, "order_ids": order_ids}
+        options: Any = {"positions": positions, "order_ids": order_ids, "bias": bias}
         return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, **options)
 
     @strict_kwargs
@@ -136,6 +138,7 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         head_size,
         layer.dtype,
         rope=rope,
+        relative_bias=layer.relative_bias,
         **{name: getattr(layer, name) for name in KernelOptions.__optional_keys__},
     )
     shared = {"dtype": layer.dtype, "param_dtype": layer.param_dtype}
@@ -145,6 +148,9 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         inits = {"kernel_init": layer.kernel_init, "bias_init": layer.bias_init}
         options = {"use_bias": name in biases, "precision": layer.precision} | inits | shared | options
         return nn.DenseGeneral(features, name=name, **options)
+
+    def zeros(name: str, shape: tuple[int, ...] | None) -> jax.Array | None:
+        return None if shape is None else layer.param(name, nn.initializers.zeros, shape, layer.param_dtype)
 
     gates, scorer = gate_features(layer.gate_output, head_size), step.fn.selection
     index_size = 0 if scorer is None else scorer.index_features(head_size)
@@ -170,7 +176,8 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         out_gate=projection("out_gate", (num_heads, gates), use_bias="query" in biases) if gates else None,
         index_query=index("index_query", num_kv_heads),
         index_key=index("index_key", 1),
-        sinks=layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype) if layer.use_sinks else None,
+        sinks=zeros("sinks", (num_heads,) if layer.use_sinks else None),
+        bias_table=zeros("bias_table", step.table_shape(num_heads)),
         out=projection(
             "out",
             features if layer.out_features is None else layer.out_features,
@@ -204,6 +211,7 @@ def _attend(
     sow_weights: bool,
     positions: Any = None,
     order_ids: Any = None,
+    bias: DistanceBias | None = None,
 ) -> jax.Array:
     """Applies a self-attention or cross-attention layer to one or two inputs, that of queries first."""
     for letter, (name, x) in zip("TS", inputs.items(), strict=False):
@@ -212,7 +220,7 @@ def _attend(
     check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights, positions, order_ids)
     of_queries, of_keys = (list(inputs.values())[i] for i in (0, -1))
     losses = [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None
-    options = segment_ids, selection, positions, losses, order_ids
+    options = segment_ids, selection, positions, losses, order_ids, bias
     out = layer._core(of_queries).attend(of_queries, of_keys, of_keys, *options)
     if losses:
         layer.sow("losses", "index", losses[0])
@@ -232,7 +240,7 @@ class SparseCrossAttention(PatternSettings):
       q_len, kv_len: the longest inputs of queries and of keys, in tokens; shorter ones use the upper left corner of the
         pattern.
       out_features, qkv_features, num_kv_heads, head_dim: see `SparseSelfAttention`.
-      dropout_rate, use_sinks, gate_output, scale, logits_soft_cap, selection: see there.
+      dropout_rate, relative_bias, use_sinks, gate_output, scale, logits_soft_cap, selection: see there.
       normalize_qk, norm_epsilon, use_bias, dtype, param_dtype, precision: see there.
       implementation, fwd_params, bwd_params, query_sharding: see there.
       kernel_init, bias_init, out_kernel_init, out_bias_init: see there.
@@ -271,6 +279,7 @@ class SparseCrossAttention(PatternSettings):
         segment_ids: tuple[jax.Array, jax.Array] | None = None,
         order_ids: tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
+        bias: DistanceBias | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Applies attention of inputs [..., T, F] to others [..., S, F'], and returns [..., T, out_features].
@@ -281,7 +290,7 @@ class SparseCrossAttention(PatternSettings):
           ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
-        return _attend(self, inputs, segment_ids, selection, sow_weights, order_ids=order_ids)
+        return _attend(self, inputs, segment_ids, selection, sow_weights, order_ids=order_ids, bias=bias)
 
     @nn.compact
     def _core(self, inputs: jax.Array) -> AttentionCore:

@@ -15,6 +15,7 @@ from ..modules.mixture import MixtureOfExperts, Mlp
 from ..modules.options import PrefillOptions, StepOptions
 from ..modules.settings import BLOCK_PROJECTIONS, PROJECTIONS, check_order, projections_with_bias, resolve_qk_norm
 from ..ops.decoding.cache import KVCache
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
 from .attention import SparseSelfAttention
@@ -45,7 +46,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         call has it as a keyword, which a ``flax.linen.remat`` around the block traces, and a traced value cannot switch
         dropout. Set the attribute there, or use remat=True, which accepts both.
       pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, selects `NativeSparseAttention`.
-      qkv_features, num_kv_heads, head_dim, rope, rope_theta: see `SparseSelfAttention`.
+      qkv_features, num_kv_heads, head_dim, rope, rope_theta, relative_bias: see `SparseSelfAttention`.
       use_sinks, gate_output, scale, logits_soft_cap, selection, query_sharding, cache_dtype: see there.
       implementation, fwd_params, bwd_params: see there.
       dtype, param_dtype: see there; for the whole block.
@@ -157,12 +158,13 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block to x [..., T, features], and returns an array like x.
 
         Args:
-          x, segment_ids, order_ids, selection, positions: see a call of `sparse_layers.SparseTransformerBlock`.
+          x, segment_ids, order_ids, selection, positions, bias: see a call of `sparse_layers.SparseTransformerBlock`.
           deterministic: True switches dropout off, False on; None for the module's attribute.
 
         Raises:
@@ -172,7 +174,7 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         check_block_input(self.features, x, deterministic, ids=ids)
         # Flax's layer needs the flag even without dropout.
         deterministic = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        options = {**ids, "selection": selection, "positions": positions}
+        options = {**ids, "selection": selection, "positions": positions, "bias": bias}
         return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 
     @strict_kwargs

@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..masks.algebra import Mask
 from ..modules.attention_fn import AttentionFn, Pattern
+from ..modules.relative_bias import RelativeBias
 from ..modules.rope import Rope
 from ..modules.settings import PROJECTIONS, check_settings, projections_with_bias
 from ..ops.planning.params import BwdParams, FwdParams
@@ -79,6 +80,7 @@ class SelfAttentionSettings(LayerSettings, kw_only=True):
 class PatternSettings(LayerSettings, kw_only=True):
     """Attributes of attention layers with one pattern."""
 
+    relative_bias: RelativeBias | None = None
     use_sinks: bool = False
     gate_output: bool | str = False
     logits_soft_cap: float | None = None

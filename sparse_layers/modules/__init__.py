@@ -12,6 +12,11 @@ from .index import IndexLoss as IndexLoss
 from .mixer import Mixer as Mixer
 from .mixture import MixtureOfExperts as MixtureOfExperts
 from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
+from .relative_bias import AlibiBias as AlibiBias
+from .relative_bias import GridBias as GridBias
+from .relative_bias import LearnedBias as LearnedBias
+from .relative_bias import RelativeBias as RelativeBias
+from .relative_bias import T5Bias as T5Bias
 from .rope import LinearScaling as LinearScaling
 from .rope import Llama3Scaling as Llama3Scaling
 from .rope import LongRopeScaling as LongRopeScaling

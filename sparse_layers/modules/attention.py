@@ -10,6 +10,7 @@ from flax import nnx
 
 from ..arguments.checks import strict_kwargs
 from ..ops.decoding.cache import KVCache
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer
@@ -17,6 +18,7 @@ from .attention_fn import Pattern
 from .core import AttentionCore
 from .index import IndexLoss
 from .options import PrefillOptions, SelfAttentionOptions, StepOptions
+from .relative_bias import RelativeBias
 from .rope import Rope
 from .sparse_attention import SparseAttention
 from .step import CallInputs, check_inputs
@@ -51,6 +53,8 @@ class SparseSelfAttention(SparseAttention):
       seq_len: the longest input, in tokens.
       rope: rotary position embeddings of q and k after QK norm, by position or by grid coordinates, see `Rope`.
       rope_theta: short for ``rope=Rope(rope_theta)``.
+      relative_bias: a bias of logits by head and distance, as ``sl.AlibiBias()``, see `RelativeBias`. Its table, if it
+        has one, is the param ``bias_table``, initially zero.
       normalize_qk: norms of q and k before the rotation (``query_ln``, ``key_ln``), with scales and no biases. True or
         "layer" is Flax's layer norm of each head, "rms" the RMS norm of each head (Qwen 3, Gemma 3), "rms_joint" the
         RMS norm over all heads of a token together (OLMo 2).
@@ -92,7 +96,7 @@ class SparseSelfAttention(SparseAttention):
         share the head size, or both rope and rope_theta; whatever `block_sparse_attention` refuses (an unknown
         implementation, a soft cap <= 0, ...); dropout_rate > 0 (probabilities are never formed, so they cannot be
         dropped: use dropout on the residual, as the Sparse Transformer does).
-      TypeError: an unknown argument; a pattern, rope or rngs of another type.
+      TypeError: an unknown argument; a pattern, rope, relative_bias or rngs of another type.
       NotImplementedError: decode=True (the cache is not Flax's dense one), or an implementation that does not support
         the layer.
 
@@ -121,6 +125,7 @@ class SparseSelfAttention(SparseAttention):
         seq_len: int,
         rope: Rope | None = None,
         rope_theta: float | None = None,
+        relative_bias: RelativeBias | None = None,
         normalize_qk: bool | str = False,
         norm_epsilon: float = 1e-6,
         use_bias: bool | Collection[str] = True,
@@ -151,6 +156,7 @@ class SparseSelfAttention(SparseAttention):
             dropout_rate=dropout_rate,
             rope=rope,
             rope_theta=rope_theta,
+            relative_bias=relative_bias,
             normalize_qk=normalize_qk,
             norm_epsilon=norm_epsilon,
             use_bias=use_bias,
@@ -188,6 +194,7 @@ class SparseSelfAttention(SparseAttention):
         order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         out_sharding: Any = None,
@@ -206,6 +213,8 @@ class SparseSelfAttention(SparseAttention):
           positions: int [..., T] or [T], the positions for `Rope`; None for 0, 1, ... They differ from these in packed
             documents that each begin at 0, prompts padded on the left, and chunks of a longer text. The pattern
             always counts from the first token of the input.
+          bias: a bias of logits, as in `block_sparse_attention`, for layers without a relative_bias: a table that
+            several layers share, or one that the model computes. Distances count tokens, whatever the positions.
           sow_weights: must be False, see Raises.
           decode: must be False or None, see Raises.
           out_sharding, qkv_sharding: passed to Flax's projections.
@@ -215,17 +224,18 @@ class SparseSelfAttention(SparseAttention):
 
         Raises:
           ValueError: inputs that are not floats, are longer than seq_len or have another shape; ids or positions
-            whose shape is not that of the tokens; a selection whose axes or blocks do not fit the inputs;
-            sow_weights=True (the probabilities are never formed).
-          TypeError: an argument that is not an array, or a selection of another type.
+            whose shape is not that of the tokens; a selection whose axes or blocks do not fit the inputs; a bias of
+            other heads, or beside a relative_bias; sow_weights=True (the probabilities are never formed).
+          TypeError: an argument that is not an array, or a selection or bias of another type.
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
         options = segment_ids, selection, sow_weights, positions, order_ids
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *options)
         core = self._core
-        index, gate = core.index(inputs, None if self.deterministic else []), core.gate(inputs)
-        call_inputs = CallInputs(segment_ids, core.sinks, selection, index, positions, order_ids, gate)
+        index = core.index(inputs, None if self.deterministic else [])
+        shared = segment_ids, core.sinks, selection, index, positions, order_ids
+        call_inputs = CallInputs(*shared, core.make_bias(bias), core.gate(inputs))
         out = super().__call__(
             inputs,
             mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
@@ -247,6 +257,7 @@ class SparseSelfAttention(SparseAttention):
           inputs: [B, T, F] with start + T <= seq_len.
           lengths: int [B], tokens of each prompt so far, followed by padding; None for start + T.
           selection: as in a call; for a chunk, that of its queries, over all blocks so far.
+          bias: as in a call, for each chunk and each step alike.
           positions: int [B, T] or [T], as in a call; None for start, start + 1, ...
           max_step: the most tokens that a step will add, 1 by default, see `KVCache.empty`; for later chunks, that of
             their cache.
@@ -266,8 +277,8 @@ class SparseSelfAttention(SparseAttention):
             pattern that is not causal, without order_ids; a start or total that does not fit; the cache of another
             layer.
           TypeError: see a call; a cache of another type.
-          NotImplementedError: order_ids for a chunk; a scorer, or a selection in a chunk, where the pattern's cache
-            does not keep all keys, see `KVCache.attend`.
+          NotImplementedError: order_ids for a chunk; a bias on a grid; a scorer, or a selection in a chunk, where the
+            pattern's cache does not keep all keys, see `KVCache.attend`.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -294,6 +305,7 @@ class SparseSelfAttention(SparseAttention):
             rolls tokens back, see `KVCache.written`.
           selection: the key blocks of the tokens, a `Selection` of ids [B, 1, G, k], or [B, S, G, k], see
             `KVCache.attend`.
+          bias: as in a call.
           positions: int [B], or [B, S] or [S], the positions for `Rope`; None for ``position``, ``position + 1``, ...
 
         Returns:
@@ -309,6 +321,7 @@ class SparseSelfAttention(SparseAttention):
 
     @property
     def _core(self) -> AttentionCore:
-        names = {field.name for field in dataclasses.fields(AttentionCore)} - {"step", "sinks"}
+        arrays: dict[str, Any] = {"sinks": self._sinks, "bias_table": self._bias_table}
+        names = {field.name for field in dataclasses.fields(AttentionCore)} - {"step", *arrays}
         attributes: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return AttentionCore(**attributes, **{"step": self.attention_fn, "sinks": self._sinks})
+        return AttentionCore(step=self.attention_fn, **attributes, **arrays)

@@ -20,6 +20,7 @@ from ..ops.attention import block_sparse_attention
 from ..ops.chunked_prefill import attend_chunk
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.ring_cache import join_pages
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.layouts import warn_of_heads
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
@@ -114,6 +115,7 @@ class AttentionFn:
         selection: Selection | None = None,
         sinks: jax.Array | None = None,
         index: IndexProjections | None = None,
+        bias: DistanceBias | None = None,
         causal: bool = False,
     ) -> jax.Array:
         """Applies the op to arrays [..., T, heads, size] with any leading axes.
@@ -125,6 +127,7 @@ class AttentionFn:
             function's own scorer, if it has one.
           sinks: [N] logits.
           index: projections that a scorer scores instead of query and key, with their leading axes.
+          bias: a bias of logits, as in `block_sparse_attention`; scores of a scorer have none.
           causal: True also hides keys after the query.
 
         Returns:
@@ -156,14 +159,14 @@ class AttentionFn:
             "query_sharding": self.query_sharding,
         }
         if index is not None and index.losses is not None:
-            index.losses.append(index_loss(query, key, *index.arrays(rows), plan, self.scale, options))
+            index.losses.append(index_loss(query, key, *index.arrays(rows), plan, self.scale, options, bias))
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
-        def op(query, key, value, sinks):
-            return block_sparse_attention(query, key, value, plan, scale=self.scale, sinks=sinks, **options)
+        def op(query, key, value, sinks, bias):
+            return block_sparse_attention(query, key, value, plan, scale=self.scale, sinks=sinks, bias=bias, **options)
 
         with mark_call(seq_len=self.seq_len):
-            out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
+            out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks, bias)
         return out.reshape(*batch, *out.shape[1:])
 
     def attend_chunk(
@@ -176,6 +179,7 @@ class AttentionFn:
         selection: Selection | None = None,
         sinks: jax.Array | None = None,
         index: IndexProjections | None = None,
+        bias: DistanceBias | None = None,
     ) -> jax.Array:
         """Applies the op to a chunk of prompts, whose earlier keys are in a cache.
 
@@ -184,7 +188,7 @@ class AttentionFn:
           heads: query, key and value [B, C, heads, size], of tokens start to start + C - 1.
           start: number of tokens before the chunk.
           total: number of tokens of the prompts, which decides whether a scorer selects.
-          selection, sinks, index: see `attend`.
+          selection, sinks, index, bias: see `attend`.
 
         Returns:
           [B, C, N, Hv].
@@ -207,6 +211,7 @@ class AttentionFn:
             start,
             selection=selection,
             sinks=sinks,
+            bias=bias,
             scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,

@@ -12,6 +12,7 @@ from flax.typing import Dtype, Initializer
 from ..arguments.checks import strict_kwargs
 from ..arguments.foreign import one_line
 from ..ops.decoding.cache import KVCache
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
 from .activations import GATED_ACTIVATIONS
@@ -23,6 +24,7 @@ from .mixer import Mixer, MixerLayer
 from .mixture import MixtureOfExperts, Mlp
 from .native_sparse_attention import NativeSparseAttention
 from .options import AttentionOptions, PrefillOptions, StepOptions
+from .relative_bias import RelativeBias
 from .rope import Rope
 from .settings import (
     BLOCK_PROJECTIONS,
@@ -76,7 +78,7 @@ class SparseTransformerBlock(nnx.Module):
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.
       rngs: random number generators of parameters and dropout.
-      rope, rope_theta: see `SparseSelfAttention`.
+      rope, rope_theta, relative_bias: see `SparseSelfAttention`.
       **options: all other arguments of `SparseSelfAttention`: num_kv_heads, head_dim, use_sinks, gate_output,
         ...; except those that the block sets itself (in_features, out_features, decode).
 
@@ -133,6 +135,7 @@ class SparseTransformerBlock(nnx.Module):
         remat: bool = False,
         rope: Rope | None = None,
         rope_theta: float | None = None,
+        relative_bias: RelativeBias | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -156,6 +159,7 @@ class SparseTransformerBlock(nnx.Module):
         self.attention_norm, self.attention_out_norm = branch_norm(attention), branch_norm(post)
         with_bias = biases - {"mlp"} | ({"gate"} if is_nsa and use_bias is True else set())
         settings = {"rope": rope, "rope_theta": rope_theta, "use_bias": with_bias, "seq_len": seq_len}
+        settings |= {} if relative_bias is None else {"relative_bias": relative_bias}
         self.attention = _make_attention(
             pattern, num_heads, features, **settings, **inits, **shared, **qk_norm, **options
         )
@@ -192,13 +196,14 @@ class SparseTransformerBlock(nnx.Module):
         order_ids: jax.Array | None = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
 
         Args:
           x: [..., T, features] with T <= seq_len.
-          segment_ids, order_ids, selection, positions: see `SparseSelfAttention`.
+          segment_ids, order_ids, selection, positions, bias: see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; None follows ``train()`` and ``eval()`` (initially on).
 
         Returns:
@@ -210,7 +215,7 @@ class SparseTransformerBlock(nnx.Module):
         """
         ids = {"segment_ids": segment_ids, "order_ids": order_ids}
         check_block_input(self.features, x, deterministic, ids=ids)
-        options = {**ids, "selection": selection, "positions": positions}
+        options = {**ids, "selection": selection, "positions": positions, "bias": bias}
         return (_apply_with_remat if self.remat else apply_block)(self, x, deterministic, options)
 
     @strict_kwargs

@@ -98,7 +98,9 @@ class BlockCore:
 def apply_block(block: Any, x: jax.Array, deterministic: bool | None, call_options: dict[str, Any]) -> jax.Array:
     """Applies a block of NNX, Linen or Haiku; ``call_options`` are those of its attention layer's call."""
     core = BlockCore.of(block)
-    attended = core.attention(_apply_norm(core.attention_norm, x), **call_options)
+    # Layers other than `SparseSelfAttention` have no argument for a bias.
+    options = {name: value for name, value in call_options.items() if name != "bias" or value is not None}
+    attended = core.attention(_apply_norm(core.attention_norm, x), **options)
     return core.add_branches(x, attended, deterministic)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops.decoding.cache import KVCache
+from ..ops.decoding.cache import KVCache, check_step_bias
 from ..ops.decoding.checks import checked_positions
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.selection import Selection
 from .cache_checks import check_cache, check_step, checked_chunk, checked_prompts
 from .index import IndexProjections
@@ -33,6 +34,7 @@ class AttentionCore:
       out_gate: projection of the inputs of queries to the gates of heads, or None.
       index_query, index_key: projections of a scorer's index, or None.
       sinks: [N] logits, or None.
+      bias_table: the table of the step's `RelativeBias`, or None.
     """
 
     step: AttentionStep
@@ -53,6 +55,7 @@ class AttentionCore:
     index_query: Projection | None = None
     index_key: Projection | None = None
     sinks: jax.Array | None = None
+    bias_table: jax.Array | None = None
 
     def attend(
         self,
@@ -64,12 +67,13 @@ class AttentionCore:
         positions: jax.Array | None = None,
         losses: list[jax.Array] | None = None,
         order_ids: Any = None,
+        bias: DistanceBias | None = None,
     ) -> jax.Array:
         """Applies the layer to checked inputs; ``losses`` receives the loss of a scorer's index."""
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
         index = self.index(inputs_q, losses)
-        gate = self.gate(inputs_q)
-        call_inputs = CallInputs(segment_ids, self.sinks, selection, index, positions, order_ids, gate)
+        shared = segment_ids, self.sinks, selection, index, positions, order_ids
+        call_inputs = CallInputs(*shared, self.make_bias(bias), self.gate(inputs_q))
         return self.out(self.step(query, key, value, mask=call_inputs, dtype=self.dtype))
 
     def prefill(
@@ -84,6 +88,7 @@ class AttentionCore:
         start: int = 0,
         total: int | None = None,
         order_ids: jax.Array | None = None,
+        bias: DistanceBias | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Applies self-attention to prompts; `SparseSelfAttention.prefill` documents the arguments."""
         ids: Any = {"positions": positions, "order_ids": order_ids}
@@ -111,7 +116,9 @@ class AttentionCore:
         masks = fn.masks if order_ids is None else fn.causal_masks
         previous = cache or self._empty_cache(masks, key, index_key, max_step)
         filled = previous.filled(key, value, lengths, index_key=index_key, start=start)
-        operands: dict[str, Any] = {"sinks": self.sinks, "selection": selection, "index": index}
+        bias = self.make_bias(bias)
+        check_step_bias(bias, self.num_heads)
+        operands: dict[str, Any] = {"sinks": self.sinks, "selection": selection, "index": index, "bias": bias}
         if length == total:
             if order_ids is not None:  # queries may look ahead, but not at padding
                 is_padding = jnp.arange(length) >= lengths[:, None]
@@ -133,6 +140,7 @@ class AttentionCore:
         *,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: DistanceBias | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Applies self-attention to new tokens; `SparseSelfAttention.decode_step` documents the arguments."""
         fn = self.step.fn
@@ -154,9 +162,14 @@ class AttentionCore:
         if index is not None:
             options["index"] = drop_token_axis(index.query), drop_token_axis(index.key)
         query, key, value = map(drop_token_axis, heads)
+        options["bias"] = self.make_bias(bias)
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
         out = apply_gate(self.gate(tokens), out.reshape(*tokens.shape[:2], *out.shape[-2:]))
         return drop_token_axis(self.out(out)), cache
+
+    def make_bias(self, bias: DistanceBias | None) -> DistanceBias | None:
+        """Returns the layer's bias, or that of a call; a layer that has one refuses another."""
+        return self.step.make_bias(self.bias_table, self.num_heads, bias)
 
     def gate(self, inputs: jax.Array) -> jax.Array | None:
         """Returns the gates' logits for the inputs of queries, or None."""

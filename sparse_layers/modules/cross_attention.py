@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from ..arguments.checks import strict_kwargs
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.selection import Selection
 from .attention_fn import Pattern
 from .options import CrossOptions
@@ -34,9 +35,9 @@ class SparseCrossAttention(SparseAttention):
         pattern.
       dropout_rate: must be 0, as in `SparseSelfAttention`.
       rngs: random number generators of the initial parameters.
-      **options: use_sinks, gate_output, scale, logits_soft_cap, implementation, fwd_params, bwd_params and
-        query_sharding as in `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` except
-        ``attention_fn`` and ``decode``.
+      **options: use_sinks, gate_output, relative_bias, scale, logits_soft_cap, implementation, fwd_params, bwd_params
+        and query_sharding as in `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention``
+        except ``attention_fn`` and ``decode``.
 
     Attributes:
       pattern: the name or mask; a sequence or an array becomes its tuple of masks.
@@ -100,6 +101,7 @@ class SparseCrossAttention(SparseAttention):
         segment_ids: tuple[jax.Array, jax.Array] | None = None,
         order_ids: tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
+        bias: DistanceBias | None = None,
         sow_weights: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
@@ -114,6 +116,7 @@ class SparseCrossAttention(SparseAttention):
           order_ids: a pair, likewise; queries see keys whose id is at most their own, within the pattern and segments.
           selection: the key blocks of each query within the pattern, selected at run time: a `Selection` with the
             leading axes of the inputs.
+          bias: as in a call of `SparseSelfAttention`, by the distance of key s from query t, s - t.
           sow_weights: must be False, see Raises.
           out_sharding, qkv_sharding: passed to Flax's projections.
 
@@ -130,7 +133,8 @@ class SparseCrossAttention(SparseAttention):
         features = [self.in_features, self.in_kv_features]
         check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights, order_ids=order_ids)
         gate = None if self.out_gate is None else self.out_gate(inputs_q)
-        call_inputs = CallInputs(segment_ids, self._sinks, selection, order_ids=order_ids, gate=gate)
+        shared: Any = {"order_ids": order_ids, "bias": self._make_bias(bias), "gate": gate}
+        call_inputs = CallInputs(segment_ids, self._sinks, selection, **shared)
         return super().__call__(
             inputs_q,
             inputs_kv,

@@ -50,12 +50,12 @@ class IndexLoss(nnx.Variable):
     """
 
 
-def index_loss(query, key, index_query, index_key, plan, scale, options) -> jax.Array:
+def index_loss(query, key, index_query, index_key, plan, scale, options, bias) -> jax.Array:
     """Returns the loss of `MSA`. Attention with index keys as values, and a log-sum-exp, are its two sums over keys."""
-    query, key = jax.lax.stop_gradient((query, key))
+    query, key, bias = jax.lax.stop_gradient((query, key, bias))
     (*_, heads, _), kv_heads, size = query.shape, key.shape[2], index_key.shape[3]
     values = jnp.broadcast_to(index_key, (*index_key.shape[:2], kv_heads, size))
-    expected_key = block_sparse_attention(query, key, values, plan, scale=scale, **options)
+    expected_key = block_sparse_attention(query, key, values, plan, scale=scale, bias=bias, **options)
     expected_key = expected_key.reshape(*expected_key.shape[:2], kv_heads, heads // kv_heads, size).mean(3)
     expected_score = (expected_key.astype(jnp.float32) * index_query.astype(jnp.float32)).sum(-1) * size**-0.5
     options = options | {"logits_soft_cap": None}

@@ -7,9 +7,11 @@ import jax
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer
+from .relative_bias import RelativeBias
 from .rope import Rope
 
 
@@ -97,6 +99,7 @@ class CrossOptions(GatedOptions, LayerOptions, total=False):
     normalize_qk: bool | str
     norm_epsilon: float
     use_bias: bool | Collection[str]
+    relative_bias: RelativeBias | None
 
 
 class AttentionOptions(GatedOptions, FlaxOptions, total=False):
@@ -128,6 +131,7 @@ class LoadedLayerOptions(ComputeOptions, SelfAttentionOptions, total=False):
 
     rope: Rope | None
     rope_theta: float | None
+    relative_bias: RelativeBias | None
     normalize_qk: bool | str
     norm_epsilon: float
 
@@ -148,6 +152,7 @@ class StepOptions(TypedDict, total=False):
 
     selection: Selection | None
     positions: jax.Array | None
+    bias: DistanceBias | None
 
 
 class PrefillOptions(StepOptions, total=False):

@@ -17,6 +17,7 @@ from ..ops.kernels.validation import check_int32, is_floating, shared_hint, tran
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .mixture import MixtureOfExperts
 from .options import FlaxOptions
+from .relative_bias import RelativeBias
 from .rope import Rope
 
 PROJECTIONS = "query", "key", "value", "out"  # of an attention layer, by their parameter names
@@ -264,6 +265,14 @@ def _check_rope(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a Rope, as sl.Rope(shape=(16, 16)), or None, got {one_line(value)}")
 
 
+def _check_relative_bias(name: str, value: Any) -> None:
+    if not isinstance(value, RelativeBias):
+        raise TypeError(
+            f"{name} must be a RelativeBias, as sl.AlibiBias(), or None, got {one_line(value)}; "
+            "a DistanceBias is bias= of a call"
+        )
+
+
 def _rngs(name: str, value: Any) -> None:
     if not isinstance(value, nnx.Rngs):
         raise TypeError(f"{name} must be a flax.nnx.Rngs, as nnx.Rngs(0), got {one_line(value)}")
@@ -283,7 +292,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            *("use_sinks", "remat", "tie_embeddings", "scan_layers"),
+            *("use_sinks", "remat", "tie_embeddings", "scan_layers", "share_relative_bias"),
             *("recompute", "causal", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
         _type_rule(bool),
@@ -300,6 +309,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("embedding_scale", "residual_scale", "logits_scale"), _optional(_number_rule("", lambda x: True))),
     "final_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),
     "rope": _optional(_check_rope),
+    "relative_bias": _optional(_check_relative_bias),
     "rope_theta": _optional(_number_rule(" > 0", lambda x: x > 0)),
     "scale": _optional(_number_rule("", lambda x: True)),
     "logits_soft_cap": _optional(_number_rule(" > 0", lambda x: x > 0)),

@@ -9,10 +9,12 @@ from flax import nnx
 from flax.nnx import reprlib
 
 from ..masks.algebra import Mask
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, scorer_of
 from .attention_fn import Pattern
 from .options import CrossOptions, KernelOptions
+from .relative_bias import RelativeBias
 from .rope import Rope, resolve_rope
 from .settings import (
     PROJECTIONS,
@@ -77,7 +79,9 @@ class SparseAttention(nnx.MultiHeadAttention):
         kernel_options = {name: flax_options.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
         heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features // num_heads
         rope = resolve_rope(rope, rope_theta)
-        step = attention_step(pattern, lengths, *heads, options.get("dtype"), rope=rope, **kernel_options)
+        relative_bias = flax_options.pop("relative_bias", None)
+        positional: dict[str, Any] = {"rope": rope, "relative_bias": relative_bias}
+        step = attention_step(pattern, lengths, *heads, options.get("dtype"), **positional, **kernel_options)
         super().__init__(
             num_heads,
             in_features,
@@ -104,6 +108,8 @@ class SparseAttention(nnx.MultiHeadAttention):
         for name, length in lengths.items():
             setattr(self, name, length)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+        shape = step.table_shape(num_heads)
+        self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, self.param_dtype))
         self.out_gate = nnx.data(None)
         if gates := gate_features(gate, self.head_dim):
             self.out_gate = self._make_gate(gates, "query" in biases, flax_options, rngs)
@@ -134,6 +140,8 @@ class SparseAttention(nnx.MultiHeadAttention):
         scorer = self.attention_fn.fn.selection
         if scorer is not None and scorer_of(self.pattern) is None:
             yield reprlib.Attr("selection", scorer)
+        if self.relative_bias is not None:
+            yield reprlib.Attr("relative_bias", self.relative_bias)
         for name, length in self.lengths.items():
             yield reprlib.Attr(name, length)
 
@@ -146,6 +154,19 @@ class SparseAttention(nnx.MultiHeadAttention):
     def plan(self) -> Plan:
         """The plan of the pattern for the longest inputs (cached)."""
         return self.attention_fn.fn.plan(*self.lengths.values())
+
+    @property
+    def relative_bias(self) -> RelativeBias | None:
+        """The bias of logits, whose table is ``bias_table``."""
+        return self.attention_fn.relative_bias
+
+    def _make_bias(self, bias: DistanceBias | None) -> DistanceBias | None:
+        """Returns the layer's bias, or that of a call."""
+        return self.attention_fn.make_bias(self._bias_table, self.num_heads, bias)
+
+    @property
+    def _bias_table(self) -> jax.Array | None:
+        return None if self.bias_table is None else self.bias_table[...]
 
     @property
     def _sinks(self) -> jax.Array | None:

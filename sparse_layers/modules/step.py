@@ -11,12 +11,14 @@ from flax.typing import Dtype
 from ..arguments.checks import as_float
 from ..arguments.foreign import one_line
 from ..masks.adapters import by_entry
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.kernels.validation import transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import masks_and_scorer
 from .attention_fn import AttentionFn, Pattern
 from .index import IndexProjections
+from .relative_bias import RelativeBias
 from .rope import Rope
 from .settings import check_array, check_features, check_ids, check_settings
 
@@ -30,6 +32,7 @@ class CallInputs(NamedTuple):
     index: IndexProjections | None = None
     positions: jax.Array | None = None
     order_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None
+    bias: DistanceBias | None = None
     gate: jax.Array | None = None  # logits of the gates of heads, see `apply_gate`
 
 
@@ -40,10 +43,12 @@ class AttentionStep:
     Attributes:
       fn: attention over the pattern.
       rope: rotary position embeddings of queries and keys, or None.
+      relative_bias: the bias of logits, or None.
     """
 
     fn: AttentionFn
     rope: Rope | None
+    relative_bias: RelativeBias | None = None
 
     def __call__(self, query, key, value, *, mask: CallInputs, dtype=None, **_):
         # The layer refuses or never sets the other arguments that Flax passes (dropout, is_causal, precision).
@@ -53,6 +58,22 @@ class AttentionStep:
             options["index"] = self.apply_rope_to_index(index, dtype, positions)
         query, key, value = self.apply_rope(query, key, value, dtype, positions)
         return apply_gate(gate, self.fn.attend(query, key, value, **options))
+
+    def table_shape(self, num_heads: int) -> tuple[int, ...] | None:
+        """Returns the shape of the bias's table, or None without one."""
+        return None if self.relative_bias is None else self.relative_bias.table_shape(num_heads)
+
+    def make_bias(self, table: jax.Array | None, num_heads: int, bias: DistanceBias | None) -> DistanceBias | None:
+        """Returns the bias of a layer that has this table, or ``bias``, that of a call.
+
+        Raises:
+          ValueError: there are both.
+        """
+        if self.relative_bias is None:
+            return bias
+        if bias is not None:
+            raise ValueError(f"bias must be None, as the layer has relative_bias={self.relative_bias}, got {bias}")
+        return self.relative_bias.make_bias(table, num_heads)
 
     def apply_rope_to_index(self, index: IndexProjections, dtype, positions=None) -> IndexProjections:
         """Returns the index with rotated query and key."""
@@ -93,13 +114,14 @@ def attention_step(
     dtype: Dtype | None,
     *,
     rope: Rope | None = None,
+    relative_bias: RelativeBias | None = None,
     size_name: str = "head_dim",
     **settings: Any,
 ) -> AttentionStep:
     """Makes the attention step of a self-attention or cross-attention layer of any library, and checks its settings.
 
     Args:
-      pattern, rope: see `SparseSelfAttention`.
+      pattern, rope, relative_bias: see `SparseSelfAttention`.
       lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} for cross-attention.
       num_heads, num_kv_heads, head_size, dtype: those of later calls; dtype None stands for float32.
       size_name: the name of head_size in errors.
@@ -121,7 +143,7 @@ def attention_step(
             rope.pairs(index_size, "index_size")
     sizes = [int(length) for length in lengths.values()]
     q_len, kv_len = sizes[0], sizes[-1]
-    step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope)
+    step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope, relative_bias)
     # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
     query, key = (
         jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)
@@ -131,7 +153,10 @@ def attention_step(
     if index_size:
         arrays = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
         index = IndexProjections(*arrays)  # pyright: ignore[reportArgumentType] (shapes instead of arrays)
-    jax.eval_shape(lambda q, k, i: step(q, k, k, mask=CallInputs(None, None, index=i)), query, key, index)
+    bias = None if relative_bias is None else relative_bias.abstract_bias(num_heads)
+    jax.eval_shape(
+        lambda q, k, i, b: step(q, k, k, mask=CallInputs(None, None, index=i, bias=b)), query, key, index, bias
+    )
     return step
 
 

@@ -14,8 +14,10 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from ..arguments.checks import Positive, checked, strict_kwargs
+from ..arguments.foreign import one_line
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
+from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.causality import check_causal
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
@@ -23,9 +25,10 @@ from .attention_fn import Pattern, Patterns
 from .block import SparseTransformerBlock, make_norm
 from .cache_checks import checked_chunk
 from .embedding import Embed
-from .mixer import Mixer
+from .mixer import Mixer, MixerLayer
 from .mixture import Mlp
 from .options import BlockOptions
+from .relative_bias import RelativeBias
 from .rope import Rope, resolve_rope
 from .settings import check_array, check_ids, check_order, check_settings, check_stream, with_checked_settings
 from .step import check_positions
@@ -77,6 +80,11 @@ def _check_positions(
             raise ValueError(f"{name}={value} needs positions='rope', got positions={positions!r}")
 
 
+def _bias_option(block: SparseTransformerBlock, bias: DistanceBias | None) -> dict[str, Any]:
+    """Returns the bias that layers share as an option of a block's calls; the layer of a `Mixer` gets none."""
+    return {} if bias is None or isinstance(block.attention, MixerLayer) else {"bias": bias}
+
+
 def _layer_state(stacked: nnx.State, index: int) -> nnx.State:
     """Returns the state of one of several stacked layers, without the layer axis and its name."""
 
@@ -117,6 +125,10 @@ class SparseTransformer(nnx.Module):
         layer i uses entry i % len: Gemma 3's ``(sl.Rope(1e4),) * 5 + (sl.Rope(1e6),)``. An entry None is a layer
         without (Llama 4).
       rope_theta: short for ``rope=Rope(rope_theta)``.
+      relative_bias: a bias of logits, as in `SparseSelfAttention`, whatever positions says. With a tuple, layer i uses
+        entry i % len, and an entry None is a layer without.
+      share_relative_bias: True gives all layers one table, the model's param ``bias_table``, as T5 has it. Otherwise
+        each layer has a table.
       mlp: see `SparseTransformerBlock`. With a tuple, layer i uses entry i % len, such as
         ``("swiglu", sl.MixtureOfExperts(8, 2))``.
       embedding_scale: factor of the token embeddings, not of a tied head (Gemma: the square root of features); None
@@ -146,7 +158,7 @@ class SparseTransformer(nnx.Module):
       ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column"; sizes
         that are not integers >= 1; a residual_sharding that is not a PartitionSpec; an empty tuple of patterns or one
         longer than num_layers, or with scan_layers one whose length does not divide num_layers; with causal, a pattern
-        that looks ahead; and errors of the layers.
+        that looks ahead; share_relative_bias without one relative_bias for all layers; and errors of the layers.
       TypeError: an unknown argument, patterns of another type, and errors of the layers.
 
     Example:
@@ -160,7 +172,7 @@ class SparseTransformer(nnx.Module):
     """
 
     @strict_kwargs
-    @with_checked_settings("rope", "mlp")
+    @with_checked_settings("rope", "mlp", "relative_bias")
     def __init__(
         self,
         vocab_size: int,
@@ -175,6 +187,8 @@ class SparseTransformer(nnx.Module):
         position_stride: int | None = None,
         rope: Rope | Sequence[Rope | None] | None = None,
         rope_theta: float | None = None,
+        relative_bias: RelativeBias | Sequence[RelativeBias | None] | None = None,
+        share_relative_bias: bool = False,
         mlp: Mlp | Sequence[Mlp] = "gelu",
         embedding_scale: float | None = None,
         logits_scale: float | None = None,
@@ -199,6 +213,11 @@ class SparseTransformer(nnx.Module):
         _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
         cycles = {"pattern": layer_patterns, "mlp": _layer_cycle("mlp", mlp, num_layers, scan_layers)}
         cycles["rope"] = _layer_cycle("rope", rope, num_layers, scan_layers)
+        self.relative_bias, self.bias_table = None, nnx.data(None)
+        if share_relative_bias:
+            self._share_bias(relative_bias, num_heads, layer_patterns, param_dtype)
+        else:
+            cycles["relative_bias"] = _layer_cycle("relative_bias", relative_bias, num_layers, scan_layers)
         if positions == "rope" and (rope is None or rope_theta is not None):
             cycles["rope"] = (resolve_rope(rope, rope_theta) or Rope(),)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
@@ -220,6 +239,26 @@ class SparseTransformer(nnx.Module):
         if not tie_embeddings:
             init = head_init or nnx.initializers.zeros
             self.head = nnx.Linear(features, vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **shared)
+
+    def _share_bias(self, relative_bias: Any, num_heads: int, patterns: tuple[Any, ...], param_dtype: Dtype) -> None:
+        """Makes the one table of all layers, which each call passes on to their attention."""
+        got = f"got {one_line(relative_bias)}"
+        if not isinstance(relative_bias, RelativeBias):
+            raise ValueError(
+                f"share_relative_bias=True needs one relative_bias for all layers, as sl.T5Bias(bidirectional=False), "
+                f"{got}"
+            )
+        if any(as_nsa(pattern) is not None for pattern in patterns):
+            raise ValueError(f"relative_bias must be None where patterns have NSA, whose layer knows no bias, {got}")
+        shape = relative_bias.table_shape(num_heads)
+        self.relative_bias, self._num_heads = relative_bias, num_heads
+        self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
+
+    def _shared_bias(self) -> DistanceBias | None:
+        if self.relative_bias is None:
+            return None
+        table = None if self.bias_table is None else self.bias_table[...]
+        return self.relative_bias.make_bias(table, self._num_heads)
 
     def _make_position_embeddings(
         self, table: Callable[[int, float], Embed], positions: str, stride: int | None, variance: float
@@ -289,10 +328,11 @@ class SparseTransformer(nnx.Module):
         x = self._constrain(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
 
         options: Any = {"segment_ids": segment_ids, "order_ids": order_ids, "positions": positions}
+        bias = self._shared_bias()
 
         def apply_blocks(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
-                x = self._constrain(block(x, deterministic=deterministic, **options))
+                x = self._constrain(block(x, deterministic=deterministic, **options, **_bias_option(block, bias)))
             return x
 
         if self.scan_layers:
@@ -358,7 +398,7 @@ class SparseTransformer(nnx.Module):
             check_positions(positions, tokens.shape)
         if order_ids is not None:
             check_ids("order_ids", order_ids, [tokens.shape])
-        blocks = self.layers
+        blocks, bias = self.layers, self._shared_bias()
 
         def read(begin: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
             """Returns the caches after the chunk from token ``begin`` on, and features of each prompt's last token."""
@@ -370,7 +410,7 @@ class SparseTransformer(nnx.Module):
             options: Any = {"positions": chunk_positions, "start": begin, "total": total, "max_step": max_step}
             options |= {} if order_ids is None else {"order_ids": order_ids[:, chunk_slice]}
             for block, cache in zip(blocks, caches, strict=True):
-                x, cache = block.prefill(x, lengths_so_far, cache=cache, **options)
+                x, cache = block.prefill(x, lengths_so_far, cache=cache, **options, **_bias_option(block, bias))
                 new_caches.append(cache)
             row = (lengths_so_far - 1 - begin)[:, None, None]
             features = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
@@ -433,8 +473,9 @@ class SparseTransformer(nnx.Module):
         position = checked_positions(position, len(tokens), self.seq_len, count)
         token_positions = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
         x, new_caches = self._embed(tokens, token_positions if positions is None else positions), []
+        bias = self._shared_bias()
         for block, cache in zip(self.layers, caches, strict=True):
-            x, cache = block.decode_step(x, cache, position, positions=positions)
+            x, cache = block.decode_step(x, cache, position, positions=positions, **_bias_option(block, bias))
             new_caches.append(cache)
         return self._logits(x), tuple(new_caches)
 

@@ -324,7 +324,7 @@ class KVCache:
         self._check_step("N", position, query=(query, self.num_heads, self.keys))
         options = checked_scalars(scale, logits_soft_cap, query.shape[-1])
         arrays, token = (self.keys, self.values), (add_axis(query), add_axis(key), add_axis(value))
-        _check_bias(bias, self.num_heads)
+        check_step_bias(bias, self.num_heads)
         args = options, arrays, token, positions, checked_sinks(sinks, self.num_heads), bias
         out, (keys, values) = step.write_and_attend(self.layout, self.implementation, *args)
         out = out.astype(query.dtype).reshape(*query.shape[:-1], -1)
@@ -407,7 +407,7 @@ class KVCache:
         query = checked_array("query", query)
         positions, add_axis = self._check_step("N", position, query=(query, self.num_heads, self.keys))
         logit_sinks = checked_sinks(sinks, self.num_heads)
-        _check_bias(bias, self.num_heads)
+        check_step_bias(bias, self.num_heads)
         options = checked_scalars(scale, logits_soft_cap, query.shape[-1])
         args = options, (self.keys, self.values), add_axis(query), positions, logit_sinks
 
@@ -482,7 +482,8 @@ class KVCache:
         return positions, (lambda x: x[:, None]) if count is None else (lambda x: x)
 
 
-def _check_bias(bias: DistanceBias | None, heads: int) -> None:
+def check_step_bias(bias: DistanceBias | None, heads: int) -> None:
+    """Refuses a bias that steps of decoding cannot add, or one of other heads."""
     check_bias(bias, heads)
     if bias is not None and bias.on_grid:
         raise NotImplementedError("bias: a step counts distances by tokens, and not on a grid; use a DistanceBias")

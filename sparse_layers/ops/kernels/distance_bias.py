@@ -104,6 +104,12 @@ class DistanceBias:
         orders = "" if self._orders is None else f", positions={', '.join(map(str, self._orders))}"
         return f"DistanceBias({table}, center={self.center}{slopes}{orders})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DistanceBias) and self.table is other.table and self._static == other._static
+
+    def __hash__(self) -> int:
+        return hash((id(self.table), self._static))
+
     def of_heads(self, heads: Sequence[int]) -> "DistanceBias":
         """Returns the bias of some query heads."""
         bias, index = object.__new__(DistanceBias), np.array(heads)
@@ -246,22 +252,26 @@ def t5_bias(buckets: ArrayLike, *, bidirectional: bool = True, max_distance: int
     rule = "floats of shape [N, num_buckets], or [1, num_buckets] for all heads"
     buckets = jnp.asarray(checked_numbers("buckets", buckets, (None, None), jnp.floating, rule))
     bidirectional = bool(checked("bidirectional", bidirectional, bool))
-    count, max_distance = buckets.shape[1], checked("max_distance", max_distance, Positive)
-    sides = 2 if bidirectional else 1
-    per_side = count // sides
-    if count % sides or per_side < 2:
-        raise ValueError(
-            f"buckets must be an even number >= 4, or >= 2 without bidirectional, got {count} in shape {buckets.shape}"
-        )
-    if max_distance <= per_side // 2:
-        raise ValueError(
-            f"max_distance must be above {per_side // 2}, as nearer keys have buckets of their own, got {max_distance}"
-        )
+    max_distance = checked("max_distance", max_distance, Positive)
+    per_side = check_buckets("buckets", buckets.shape[1], bidirectional, max_distance)
     by_distance = _t5_buckets(per_side, max_distance)
     numbers = by_distance[::-1]
     if bidirectional:
         numbers = np.concatenate([numbers, by_distance[1:] + per_side])
     return DistanceBias(buckets[:, numbers], max_distance)
+
+
+def check_buckets(name: str, count: int, bidirectional: bool, max_distance: int) -> int:
+    """Returns the number of T5's buckets on one side of ``count`` in all, which errors call ``name``."""
+    sides = 2 if bidirectional else 1
+    per_side = count // sides
+    if count % sides or per_side < 2:
+        raise ValueError(f"{name} must be an even number >= 4, or >= 2 without bidirectional, got {count}")
+    if max_distance <= per_side // 2:
+        raise ValueError(
+            f"max_distance must be above {per_side // 2}, as nearer keys have buckets of their own, got {max_distance}"
+        )
+    return per_side
 
 
 def _t5_buckets(count: int, max_distance: int) -> np.ndarray:
