@@ -321,7 +321,6 @@ class SparseSelfAttention(SparseAttention):
 
     @property
     def _core(self) -> AttentionCore:
-        arrays: dict[str, Any] = {"sinks": self._sinks, "bias_table": self._bias_table}
-        names = {field.name for field in dataclasses.fields(AttentionCore)} - {"step", *arrays}
-        attributes: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return AttentionCore(step=self.attention_fn, **attributes, **arrays)
+        values: dict[str, Any] = {"sinks": self._sinks, "bias_table": self._bias_table, "step": self.attention_fn}
+        names = {field.name for field in dataclasses.fields(AttentionCore)} - values.keys()
+        return AttentionCore(**{name: getattr(self, name) for name in names}, **values)

@@ -230,7 +230,7 @@ class AttentionFn:
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        bias: jax.Array | None = None,
+        bias: DistanceBias | None = None,
         mask: jax.Array | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: jax.Array | None = None,
@@ -253,6 +253,7 @@ class AttentionFn:
           query: [..., T, N, H].
           key: [..., T, K, H], K dividing N.
           value: [..., T, K, Hv].
+          bias: a `DistanceBias`, as in `block_sparse_attention`; None for no bias.
           mask: key padding, whose last axis is T and whose other axes broadcast to [..., 1, 1, T]: keys where it is
             False (or 0) are hidden. A query that is left without any key gets 0.
           dtype: of the computation; None for `jax.numpy.result_type` of the three.
@@ -261,23 +262,23 @@ class AttentionFn:
           deterministic, dropout_rate: one of them must switch dropout off.
           broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax: without effect: nothing is dropped, and
             logits, softmax and sums are float32 at least.
-          bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions: refused, see Raises.
+          module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions: refused, see Raises.
 
         Returns:
           [..., T, N, Hv] in the dtype of the computation.
 
         Raises:
-          ValueError: an argument that the kernels cannot follow, with the reason: a bias, dropout while training,
+          ValueError: an argument that the kernels cannot follow, with the reason: another bias, dropout while training,
             weights to sow, an einsum, positions, a mask that differs by query or head, queries and keys of different
             lengths, more tokens than ``seq_len``, axes of tokens and heads that look swapped; and errors of
             `block_sparse_attention`.
           TypeError: an argument that is not an array.
         """
         never = "block-sparse attention never forms the attention weights"
-        if bias is not None:
+        if not isinstance(bias, DistanceBias | None):
             raise ValueError(
-                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits; encode "
-                "relative positions with rotary position embeddings, sl.Rope"
+                f"bias must be a DistanceBias or None, got shape {jnp.shape(bias)}: the pattern's kernels add numbers "
+                "by head and distance, such as sl.alibi(num_heads) and sl.t5_bias(buckets), and not by pair"
             )
         if dropout_rate > 0 and not deterministic:
             raise ValueError(
@@ -308,7 +309,7 @@ class AttentionFn:
         segments: Any = segment_ids if mask is None else ids_from_padding(mask, query.shape[:-2], segment_ids)
         order: Any = order_ids
         with mark_call(dropout_rate=dropout_rate):
-            return self.attend(query, key, value, segment_ids=segments, order_ids=order, causal=is_causal)
+            return self.attend(query, key, value, segment_ids=segments, order_ids=order, bias=bias, causal=is_causal)
 
     def _check_arrays(self, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         """Refuses arrays of wrong shapes, or with more than ``seq_len`` tokens."""

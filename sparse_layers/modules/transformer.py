@@ -213,7 +213,7 @@ class SparseTransformer(nnx.Module):
         _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
         cycles = {"pattern": layer_patterns, "mlp": _layer_cycle("mlp", mlp, num_layers, scan_layers)}
         cycles["rope"] = _layer_cycle("rope", rope, num_layers, scan_layers)
-        self.relative_bias, self.bias_table = None, nnx.data(None)
+        self.shared_relative_bias, self.bias_table = None, nnx.data(None)
         if share_relative_bias:
             self._share_bias(relative_bias, num_heads, layer_patterns, param_dtype)
         else:
@@ -251,14 +251,14 @@ class SparseTransformer(nnx.Module):
         if any(as_nsa(pattern) is not None for pattern in patterns):
             raise ValueError(f"relative_bias must be None where patterns have NSA, whose layer knows no bias, {got}")
         shape = relative_bias.table_shape(num_heads)
-        self.relative_bias, self._num_heads = relative_bias, num_heads
+        self.shared_relative_bias, self._num_heads = relative_bias, num_heads
         self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
 
     def _shared_bias(self) -> DistanceBias | None:
-        if self.relative_bias is None:
+        if self.shared_relative_bias is None:
             return None
         table = None if self.bias_table is None else self.bias_table[...]
-        return self.relative_bias.make_bias(table, self._num_heads)
+        return self.shared_relative_bias.make_bias(table, self._num_heads)
 
     def _make_position_embeddings(
         self, table: Callable[[int, float], Embed], positions: str, stride: int | None, variance: float

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..scorers import Scorer
 from .implementations import IMPLEMENTATIONS, pick_implementation, rank_implementations
 from .kernels.call import Call
+from .kernels.distance_bias import DistanceBias, checked_bias
 from .kernels.gpu import bridge, hardware
 from .kernels.gpu_attention import ENGINES
 from .kernels.operands import Operands
@@ -78,12 +79,14 @@ def trace_call(
     scale: float | None = None,
     implementation: str | None = None,
     recompute: bool = False,
+    bias: DistanceBias | None = None,
     device: hardware.Device | None = None,
 ) -> TracedCall:
     """Traces a call with a plan, which was made for the device, and one batch entry.
 
     ``heads`` are query heads and key heads; None for `assumed_heads` of both. With ``recompute``, the backward pass
-    computes the forward pass again. The GPU ``device`` need not be there; None for the device at hand.
+    computes the forward pass again. The table of ``bias`` may be a shape. The GPU ``device`` need not be there; None
+    for the device at hand.
     """
     if device is not None:
         bridge.check_triton()
@@ -100,8 +103,17 @@ def trace_call(
     if scorer is not None and scorer.selects(plan.q_len):
         ids = shaped((1, plan.q_len, (query if scorer.per_query_head else key).shape[2], scorer.count), jnp.int32)
         arrays["selection"] = jax.eval_shape(functools.partial(Selection, block=scorer.block), ids)
+    bias_options: dict[str, Any] = {}
+
+    def bias_arrays(bias: DistanceBias | None) -> tuple[jax.Array | None, jax.Array | None]:
+        arrays, options = checked_bias(bias, num_heads, lengths, dtype)
+        bias_options.update(options)
+        return arrays
+
+    arrays["bias_table"], arrays["bias_slopes"] = jax.eval_shape(bias_arrays, bias)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
-    call = Call(plan, (128, 128), (128, 128), params, *checked_scalars(scale, logits_soft_cap, head_size))
+    scalars = checked_scalars(scale, logits_soft_cap, head_size)
+    call = Call(plan, (128, 128), (128, 128), params, *scalars, **bias_options)
     with assume_gpu(device):
         name, reasons = implementation, {}
         if name is None:

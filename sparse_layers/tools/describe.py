@@ -193,6 +193,8 @@ def _traced(planned: Planned, gpu: Device | None, segment_ids: bool) -> traced_c
     """Returns the trace of the op's call that a layer makes, or of one that is assumed for a mask."""
     dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
     options: dict[str, Any] = {name: getattr(planned, name) for name in _OPTIONS}
+    if planned.relative_bias is not None and planned.heads is not None:
+        options["bias"] = planned.relative_bias.abstract_bias(planned.heads[0])
     segment_ids = segment_ids or planned.segment_ids
     return traced_call.trace_call(planned.plan, dtype, head_size, segment_ids=segment_ids, device=gpu, **options)
 
@@ -219,7 +221,7 @@ def _plan_text(planned: Planned, size: int, devices: int, routed: str) -> str:
 
 
 def _call_text(planned: Planned) -> str:
-    """Says the dtype, heads and head size of a layer, and what is assumed besides."""
+    """Says the dtype, heads, head size and bias of a layer, and what is assumed besides."""
     known, assumed_gpu = [], []
     (known if planned.dtype else assumed_gpu).append(planned.dtype or _DTYPE)
     size = planned.head_size or _HEAD_SIZE
@@ -235,6 +237,7 @@ def _call_text(planned: Planned) -> str:
     else:
         (assumed_gpu if planned.heads is None else known).append(heads)
         (assumed_gpu if planned.head_size is None else known).append(f"head size {size}")
+    known += [] if planned.relative_bias is None else [repr(planned.relative_bias)]
     return ", ".join([f"in {', '.join(known)}"] * bool(known) + [f"assuming {', '.join([*assumed_gpu, _BATCH])}"])
 
 

@@ -308,7 +308,10 @@ def _obstacles(attention: DenseAttention) -> str:
             "of keys instead, as sl.MoBA() does, "
         )
     if any(_is_bias(mask) for mask in attention.masks):
-        return "this attention stays dense with its bias, which sparse attention cannot add; if it only hides pairs, "
+        return (
+            "this attention stays dense with its bias, unless that depends on head and distance alone, as "
+            "relative_bias= of layers or bias= of the op; if it only hides pairs, "
+        )
     return ""
 
 
@@ -334,8 +337,8 @@ def _mask_advice(mask: DenseMask) -> str:
         return f"if it differs by head, write a tuple of masks, one for each head; {by_input}"
     if _is_bias(mask):
         return (
-            "if it hides pairs, write it as a pattern; sparse attention adds no bias to logits: sl.Rope encodes "
-            "positions, else this attention stays dense"
+            "if it hides pairs, write it as a pattern; if it depends on head and distance alone (ALiBi, T5, Swin), as "
+            "relative_bias= of layers or bias= of the op; else this attention stays dense"
         )
     if expression is None:
         return f"its constant rule, such as causality, is the pattern; {by_input}"

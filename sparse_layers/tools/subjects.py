@@ -38,6 +38,7 @@ class Planned(NamedTuple):
     scale: float | None = None
     implementation: str | None = None
     recompute: bool = False  # True if the backward pass computes the forward pass again
+    relative_bias: Any = None  # a `RelativeBias` of the layer
     segment_ids: bool = False  # True if calls have segment ids
     fixed: bool = False  # True if calls use this very plan, on each device
 
@@ -72,6 +73,11 @@ def _plans_of_library_object(subject: Any) -> dict[str, Planned] | None:
         blocks = [
             _plans_of_library_object(subject.blocks[layer % len(subject.blocks)]) for layer in range(subject.num_layers)
         ]
+        if (bias := subject.shared_relative_bias) is not None:
+            blocks = [
+                plans and {name: planned._replace(relative_bias=bias) for name, planned in plans.items()}
+                for plans in blocks
+            ]
         return None if None in blocks else _grouped(dict(enumerate(blocks)), subject.num_layers)
     attention = dict(_members(subject)).get("attention")  # that of a block
     if attention is None:
@@ -127,8 +133,8 @@ def _heads(layer: Any) -> tuple[int, int] | None:
     return None if heads is None else (heads, getattr(layer, "num_kv_heads", None) or heads)
 
 
-def _options(layer: Any) -> tuple[bool, float | None, float | None, str | None, bool]:
-    """The options of a layer's calls of the op: (has sinks, logits_soft_cap, scale, implementation, recompute).
+def _options(layer: Any) -> tuple[bool, float | None, float | None, str | None, bool, Any]:
+    """The options of a layer's calls of the op, the fields of `Planned` from ``sinks`` to ``relative_bias``.
 
     A layer of Linen has attributes of these names. One of NNX or Haiku has a function that does, or three of them.
     """
@@ -136,7 +142,7 @@ def _options(layer: Any) -> tuple[bool, float | None, float | None, str | None, 
     fn = getattr(step, "fn", None) or getattr(layer, "selected", None) or layer
     sinks = getattr(layer, "use_sinks", False) or getattr(layer, "sinks", None) is not None
     cap, scale, implementation = (getattr(fn, name, None) for name in ("logits_soft_cap", "scale", "implementation"))
-    return sinks, cap, scale, implementation, getattr(fn, "recompute", False)
+    return sinks, cap, scale, implementation, getattr(fn, "recompute", False), getattr(layer, "relative_bias", None)
 
 
 def _dtype(layer: Any) -> str | None:

@@ -39,8 +39,11 @@ def varied(layer):
     return layer
 
 
-def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None, shape=(T,)):
-    """The layer in float64 numpy, one head at a time: [B, T, F] -> [B, T, F]; mask is bool [N, T, T]."""
+def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None, shape=(T,), distances=None):
+    """The layer in float64 numpy, one head at a time: [B, T, F] -> [B, T, F]; mask is bool [N, T, T].
+
+    ``distances`` are indices of the bias table [T, T], or a bias [N, T, T] of a layer without one.
+    """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
     x = np.asarray(x, np.float64)
     q, k, v = (
@@ -68,6 +71,10 @@ def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None, sh
     out = np.zeros(x.shape)
     for head in range(q.shape[1]):
         logits = q[:, head] @ k[:, head // group].swapaxes(-1, -2) * (size**-0.5 if scale is None else scale)
+        if distances is not None:
+            logits = logits + (
+                p["bias_table"].reshape(N, -1)[head, distances] if "bias_table" in p else distances[head]
+            )
         logits = logits if cap is None else cap * np.tanh(logits / cap)
         allowed = np.broadcast_to(mask[head], logits.shape)
         if segment_ids is not None:
@@ -114,9 +121,20 @@ def test_equals_dense_attention_under_the_mask(name):
     np.testing.assert_allclose(run(layer, x), dense(layer, x, stacked(MASKS[name])), atol=1e-5)
 
 
+BACK = np.arange(T)[:, None] - np.arange(T)
+ROWS, COLUMNS = (np.clip(x - x[:, None] + 2, 0, 4) for x in np.divmod(np.arange(T), 6))  # of a grid of 4 x 6
+
+
 @pytest.mark.parametrize(
     "options, facts",
     [
+        ({"relative_bias": sl.AlibiBias()}, {"distances": -BACK * 4.0 ** -np.arange(1, N + 1)[:, None, None]}),
+        (
+            {"relative_bias": sl.T5Bias(False, num_buckets=4, max_distance=9), "scale": 1.0, "logits_soft_cap": 0.5},
+            {"distances": np.digitize(BACK, [1, 2, 5]), "scale": 1.0, "cap": 0.5},
+        ),
+        ({"relative_bias": sl.LearnedBias(4, 2)}, {"distances": np.clip(4 - BACK, 0, 6)}),
+        ({"relative_bias": sl.GridBias((4, 6), size=3)}, {"distances": 5 * ROWS + COLUMNS}),
         ({"rope_theta": 100.0, "normalize_qk": True}, {"theta": 100.0}),
         ({"rope": sl.Rope(100.0, (4, 6))}, {"theta": 100.0, "shape": (4, 6)}),
         ({"use_sinks": True}, {}),
@@ -149,6 +167,7 @@ def test_a_gate_has_the_sizes_and_the_bias_that_it_needs():
 
 def test_gradient_reaches_every_parameter_and_equals_finite_differences():
     options = {"use_sinks": True, "gate_output": True, "normalize_qk": True, "rope": sl.Rope(50.0, (6, 4))}
+    options["relative_bias"] = sl.LearnedBias(4)
     layer, x = varied(make(MASKS["union"], **options)), inputs(1, T, F)
     graphdef, params = nnx.split(layer)
     weights = inputs(1, T, F, seed=5)
@@ -161,7 +180,8 @@ def test_gradient_reaches_every_parameter_and_equals_finite_differences():
 
     def dense_loss(step):
         moved = jax.tree.map(lambda p, d: np.asarray(p, np.float64) + step * np.asarray(d), params, direction)
-        out = dense(moved, x, stacked(MASKS["union"]), theta=50.0, shape=(6, 4))
+        distances = np.clip(4 - BACK, 0, 4)
+        out = dense(moved, x, stacked(MASKS["union"]), theta=50.0, shape=(6, 4), distances=distances)
         return float((out * np.asarray(weights)).sum())
 
     slope = (dense_loss(1e-5) - dense_loss(-1e-5)) / 2e-5
@@ -265,6 +285,7 @@ def test_a_layer_shows_its_pattern_in_one_line():
     assert "pattern='causal', selection=MoBA(block=16, count=3, " in selecting and selecting.endswith(", seq_len=24)")
     wide = np.tril(np.ones((T, T), bool))
     assert len(repr(make(wide))) < 200, "an array does not flood it"
+    assert "relative_bias=LearnedBias(left=3, right=0), seq_len=24)" in repr(make(relative_bias=sl.LearnedBias(3)))
     block = sl.SparseTransformerBlock(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))
     assert "\n  attention=SparseSelfAttention(num_heads=4, " in repr(block) and "pattern='all', seq_len=24)" in repr(
         block

@@ -46,6 +46,7 @@ BLOCKS = {
     "Nemotron": {"mlp": "relu2", "use_bias": ("value", "out", "mlp"), "normalize_qk": "layer", "norm_epsilon": 1e-2},
     "OPT": {"mlp": "relu"},
     "Granite": {"norm": "rms", "mlp": "swiglu", "use_bias": False, "residual_scale": 0.3},
+    "a learned bias": {"mlp": "relu", "relative_bias": sl.LearnedBias(3, 1), "residual_scale": 0.5},
     "scaled, parallel": {"mlp": "gelu_tanh", "parallel": True, "norm_placement": "sandwich", "residual_scale": -2.0},
     "a function": {"mlp": jnp.tanh},
     "Command R": {"norm": "layer_no_bias", "mlp": "swiglu", "use_bias": False, "parallel": "shared_norm"}
@@ -88,7 +89,10 @@ def formula(p, x, positions, options):
         q, k = (y, k) if name == "query_ln" else (q, y)
     q, k = turned(q, positions), turned(k, positions)
     k, v = np.repeat(k, N // K, 1), np.repeat(v, N // K, 1)
-    weights = np.where(MASK, np.exp(np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5), 0)
+    logits = np.einsum("tnh,snh->nts", q, k) * q.shape[-1] ** -0.5
+    if "bias_table" in p_attention:
+        logits = logits + p_attention["bias_table"][:, np.clip(3 - BACK, 0, 4)]
+    weights = np.where(MASK, np.exp(logits), 0)
     out = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
     out = np.tensordot(out, p_attention["out"]["kernel"], 2) + p_attention["out"].get("bias", 0)
     scale = options.get("residual_scale", 1.0)
@@ -148,7 +152,7 @@ def of_haiku(params, path, shapes):
     own = params
     for part in path.replace("/~/", "/").split("/")[1:]:
         own = own["out" if part == "linear" else part]
-    names = {"w": "kernel", "b": "bias", "scale": "scale", "offset": "bias"}
+    names = {"w": "kernel", "b": "bias", "scale": "scale", "offset": "bias", "bias_table": "bias_table"}
     return {name: own[names[name]].reshape(like.shape) for name, like in shapes.items()}
 
 

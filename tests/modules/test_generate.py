@@ -17,7 +17,10 @@ from tests.programs import USUAL
 
 T, F, V, N, B = 40, 16, 32, 4, 3
 MODELS = {
-    "interleaved": {"patterns": ("local:local_attn_ctx=6", "strided:local_attn_ctx=5")},
+    "interleaved": {
+        "patterns": ("local:local_attn_ctx=6", "strided:local_attn_ctx=5"),
+        "relative_bias": (sl.LearnedBias(7), None),
+    },
     "merged, rope, grouped": {
         "patterns": "sparse_transformer_fixed:stride=8,summary=2",
         "positions": "rope",
@@ -36,10 +39,12 @@ MODELS = {
         "gate_output": True,
         "logits_soft_cap": 3.0,
         "scale": 0.5,
+        "relative_bias": sl.AlibiBias(),
         "mlp": "swiglu",
         "tie_embeddings": True,
     },
-    "scanned": {"patterns": ("local:local_attn_ctx=6", "all"), "scan_layers": True, "num_layers": 4, "remat": True},
+    "scanned": {"patterns": ("local:local_attn_ctx=6", "all"), "scan_layers": True, "num_layers": 4, "remat": True}
+    | {"relative_bias": sl.T5Bias(False, num_buckets=6, max_distance=20), "share_relative_bias": True},
     "dropout": {"patterns": "all", "dropout_rate": 0.5, "positions": "none"},
     "no biases": {
         "patterns": "longformer:window=5,global_tokens=2",
@@ -101,6 +106,7 @@ def test_decoding_equals_the_full_forward(name):
 
 GEMMA = {"positions": "rope", "rope": (sl.Rope(50.0), sl.Rope(2000.0)), "normalize_qk": "rms", "norm": "rms"}
 GEMMA |= {"patterns": ("sliding_window:window=6", "all"), "norm_placement": "sandwich", "num_kv_heads": 2}
+GEMMA |= {"relative_bias": sl.LearnedBias(7), "share_relative_bias": True}
 
 
 @pytest.mark.parametrize("options", [GEMMA, MODELS["per head, sinks, soft cap"]], ids=["Gemma", "learned positions"])

@@ -48,6 +48,7 @@ CASES = {
             "logits_soft_cap": 0.5,
             "scale": 0.9,
             "use_bias": False,
+            "relative_bias": sl.T5Bias(bidirectional=False, num_buckets=6, max_distance=12),
         },
     ),
     "attention, sizes, segments": (
@@ -88,7 +89,8 @@ CASES = {
     "block, gelu_tanh": (
         block,
         nnx_block,
-        {"mlp": "gelu_tanh", "norm_epsilon": 0.3, "qkv_features": 24, "logits_soft_cap": 0.5},
+        {"mlp": "gelu_tanh", "norm_epsilon": 0.3, "qkv_features": 24, "logits_soft_cap": 0.5}
+        | {"relative_bias": sl.GridBias((4, 6), (4, 3))},
     ),
     "native, segments": (
         native,

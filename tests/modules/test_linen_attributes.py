@@ -50,6 +50,7 @@ def test_all_settings_of_the_block_reach_its_attention():
         "head_dim": 2,
         "rope": sl.Rope(9.0),
         "rope_theta": 9.0,
+        "relative_bias": sl.LearnedBias(3),
         "use_sinks": True,
         "gate_output": "headwise",
         "cache_dtype": "int8",

@@ -351,7 +351,7 @@ def check_layers():
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AUTO, AUTO))
     x, dout = np.random.default_rng(0).standard_normal((2, 2, 61, 32)).astype(np.float32)
     options = {"num_heads": 4, "num_kv_heads": 2, "features": 32, "seq_len": 61, "use_sinks": True}
-    options["pattern"] = sl.Causal() & sl.Window(20)
+    options |= {"pattern": sl.Causal() & sl.Window(20), "relative_bias": sl.LearnedBias(5)}
 
     def blocks(sharding):
         block = linen.SparseTransformerBlock(**options, query_sharding=sharding)

@@ -239,7 +239,8 @@ def check_attention_fn(mesh):
 
 
 def check_layer(mesh):
-    layer = sl.SparseSelfAttention(4, 16, pattern=(CAUSAL, NEAR), seq_len=T, use_sinks=True, rngs=nnx.Rngs(0))
+    options: dict[str, Any] = {"use_sinks": True, "relative_bias": sl.LearnedBias(3, 3)}
+    layer = sl.SparseSelfAttention(4, 16, pattern=(CAUSAL, NEAR), seq_len=T, **options, rngs=nnx.Rngs(0))
     definition, state = nnx.split(layer)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, 16)), jnp.float32)
     step = jax.grad(lambda x, state: (nnx.merge(definition, state)(x) ** 2).sum(), (0, 1))

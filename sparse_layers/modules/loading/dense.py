@@ -17,6 +17,7 @@ from ..settings import check_settings
 
 _FIXED_BY_LAYER = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
 _FIXED_BY_LAYER += ("head_dim", "use_bias", "rngs")
+_OPTIONAL = "sinks", "bias_table"  # parameters that a dense layer has not
 _NORMS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 
 
@@ -36,7 +37,7 @@ def from_nnx(
         ``use_sinks``, ``implementation``, ...; and ``dtype``, ``param_dtype``, ``precision`` to change them.
 
     Returns:
-      A `SparseSelfAttention`; its sinks, if any, start at zero.
+      A `SparseSelfAttention`; its sinks and bias_table, if any, start at zero.
 
     Raises:
       TypeError: a dense that is not a ``flax.nnx.MultiHeadAttention``, or is a `SparseSelfAttention` already; an
@@ -122,7 +123,7 @@ def from_linen(
         ``SelfAttention``: a mapping with the entries query, key and value {kernel [F, heads, H], bias [heads, H]}, out
         {kernel [N, H, F'], bias [F']} and, with QK norm, query_ln and key_ln {scale [H]}; either all biases or none.
         Sizes follow from the shapes. `sparse_layers.linen.SparseSelfAttention` has the same layout; its sinks [N] are
-        loaded with use_sinks=True.
+        loaded with use_sinks=True, and its bias_table with relative_bias.
       pattern, seq_len: see `SparseSelfAttention`.
       **options: all other arguments of `SparseSelfAttention` that the parameters do not fix: ``dtype``, ``rope``,
         ``use_sinks``, ``implementation``, ...; ``normalize_qk="rms"`` and ``norm_epsilon`` for norms of q and k other
@@ -130,7 +131,7 @@ def from_linen(
         which each array keeps its own.
 
     Returns:
-      A `SparseSelfAttention`; its sinks, if any, start at zero unless params has them.
+      A `SparseSelfAttention`; its sinks and bias_table, if any, start at zero unless params has them.
 
     Raises:
       ValueError: unknown or missing names, shapes that do not fit, by name; an option that the parameters fix; a
@@ -156,6 +157,8 @@ def from_linen(
     shapes = {".".join(path): jnp.shape(array) for path, array in values.items()}
     if "sinks" in shapes and not options.get("use_sinks"):
         raise ValueError("params: has sinks, which need use_sinks=True")
+    if "bias_table" in shapes and options.get("relative_bias") is None:
+        raise ValueError("params: has a bias_table, which needs a relative_bias")
     normalize_qk = any(path[0] in ("query_ln", "key_ln") for path in values)
     requested_norm = options.get("normalize_qk", normalize_qk)
     if bool(requested_norm) != normalize_qk:
@@ -213,13 +216,13 @@ def _make_layer(**settings: Any) -> SparseSelfAttention:
 
 
 def load_params(module: nnx.Module, values: Mapping[PathParts, Any], source: str) -> None:
-    """Replaces the parameters of a module by values, arrays or variables; only sinks may be missing.
+    """Replaces the parameters of a module by values, arrays or variables; only sinks and bias tables may be missing.
 
     Raises:
       ValueError: the names or shapes of values are not those of the parameters.
     """
     params: dict[PathParts, Any] = dict(nnx.to_flat_state(nnx.state(module, nnx.Param)))
-    params = {path: param for path, param in params.items() if path in values or path[-1] != "sinks"}
+    params = {path: param for path, param in params.items() if path in values or path[-1] not in _OPTIONAL}
     dotted = {path: ".".join(map(str, path)) for path in (*params, *values)}
     refuse_names([dotted[path] for path in values], [dotted[path] for path in params], source)
     shapes, expected = ({dotted[path]: jnp.shape(x) for path, x in arrays.items()} for arrays in (values, params))

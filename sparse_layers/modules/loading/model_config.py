@@ -29,7 +29,7 @@ _CLASSES = {"gpt2": "GPT2LMHeadModel", "smollm3": "SmolLM3ForCausalLM"}
 _ATTRIBUTES = ("num_layers", "seq_len", "embedding_scale", "logits_scale", "final_soft_cap")
 _DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
 _DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
-_DEFAULTS |= dict.fromkeys(("residual_scale", "logits_scale"))
+_DEFAULTS |= dict.fromkeys(("residual_scale", "logits_scale", "relative_bias"))
 
 
 def config_of(
@@ -96,6 +96,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
         "norm": _norm_name(model.final_norm),
         "norm_epsilon": epsilons.pop() if len(epsilons) == 1 else tuple(sorted(epsilons)),
         "rope": ropes,
+        "relative_bias": model.shared_relative_bias or layers[0]["relative_bias"],
         "mlp": mlps,
         "tie_embeddings": model.head is None,
         **{name: getattr(model, name) for name in _ATTRIBUTES},
@@ -126,6 +127,7 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
         "normalize_qk": resolve_qk_norm(True, _norm_name(attention.query_ln)) if attention.normalize_qk else False,
         "use_bias": frozenset(name for name, linear in projections.items() if linear.bias is not None),
         "mlp": _sized_mlp(block.mlp, mlp_in.kernel.shape[-1]),
+        "relative_bias": attention.relative_bias,
         "use_sinks": attention.sinks is not None,
         "norm_placement": "sandwich" if before and after else "pre" if before else "post",
         "norm_epsilon": frozenset(norm.epsilon for norm in norms if norm is not None),
