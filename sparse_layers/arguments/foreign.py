@@ -56,6 +56,13 @@ _BIAS = (
         "a mask, {pattern}"
     ),
 )
+_RELATIVE = (
+    (
+        "relative_bias",
+        "relative_bias= is sl.AlibiBias(), sl.T5Bias(bidirectional=True), sl.LearnedBias(64) or sl.GridBias((28, 28), 7)",
+    ),
+    *_BIAS,
+)
 _SIDES = (
     "sl.Window(left, right) counts tokens on each side beside the query, None for no limit; window_size=(255, 0) is "
     "sl.Window(255), and so is sliding_window=256"
@@ -199,9 +206,10 @@ HINTS: dict[str, Hints] = {
     # logits and their softmax
     "score_mod": _say(
         "kernels call no function of scores: one that hides pairs is sl.from_mask_mod(mask_mod), {pattern}; a tanh is "
-        "logits_soft_cap=; distances are sl.Rope"
+        "logits_soft_cap=; distances are sl.Rope, or a bias, sl.DistanceBias(table)"
     ),
-    **dict.fromkeys(("bias", "attn_bias", "ab", "alibi_slopes", "position_bias"), _BIAS),
+    **dict.fromkeys(("bias", "attn_bias", "ab"), _BIAS),
+    **dict.fromkeys(("alibi", "use_alibi", "alibi_slopes", "position_bias", "relative_attention_bias"), _RELATIVE),
     **dict.fromkeys(("scale", "softmax_scale", "sm_scale", "scaling", "qk_scale"), _of_layer("scale")),
     **dict.fromkeys(
         ("logits_soft_cap", "softcap", "soft_cap", "attn_logits_soft_cap", "logit_softcapping"),

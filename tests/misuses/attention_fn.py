@@ -33,9 +33,9 @@ ROWS = [
     (
         "fn(heads, heads, heads, bias=heads)",
         ValueError,
-        "bias must be None",
+        "bias must be a DistanceBias or None",
         "(2, 8, 4, 4)",
-        "kernels add none to logits",
+        "and not by pair",
     ),
     ("sl.make_attention_fn('causal', 16, scale=10**400)", ValueError, "scale", "1000", "must be a number"),
 ]

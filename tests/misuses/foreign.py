@@ -128,6 +128,7 @@ DOORS = [
     ("SparseSelfAttention", "make(embed_dim=16)", "'embed_dim', got 16", "it is called in_features= here"),
     ("SparseSelfAttention", "make(num_key_value_heads=2)", "got 2", "it is called num_kv_heads= here"),
     ("SparseSelfAttention", "make(bias=False)", "'bias', got False", "it is called use_bias= here"),
+    ("SparseSelfAttention", "make(use_alibi=True)", "'use_alibi', got True", "relative_bias= is sl.AlibiBias()"),
     ("SparseSelfAttention", "make(dropout=0.1)", "'dropout', got 0.1", "dropout_rate= of SparseTransformerBlock"),
     ("SparseSelfAttention", "make(batch_first=True)", "got True", "swapaxes(0, 1)"),
     ("SparseSelfAttention", "make(is_causal=True)", "'is_causal', got True", "as pattern="),

@@ -106,7 +106,7 @@ MISUSES = [
     Misuse("sl.grid_bias((4, 8), [table])", ValueError, "tables", "got 1", "one for each axis of shape (4, 8)"),
     Misuse("sl.grid_bias((8,), table[:, 1:])", ValueError, "tables", "(4, 4)", "must have odd lengths"),
     Misuse("sl.alibi(0)", ValueError, "num_heads", "got 0", LENGTH),
-    Misuse("sl.t5_bias(table)", ValueError, "buckets", "(4, 5)", "must be an even number >= 4"),
+    Misuse("sl.t5_bias(table)", ValueError, "buckets", "got 5", "must be an even number >= 4"),
     Misuse("sl.t5_bias(table[:, :4], max_distance=1)", ValueError, "max_distance", "got 1", "must be above 1"),
     Misuse("sl.t5_bias(table[0])", ValueError, "buckets", "(5,)", "must be floats of shape [N, num_buckets]"),
     Misuse("op(q, k, v, mask, segment_ids=ids * 1.0)", ValueError, "segment_ids of queries", "float32", IDS),

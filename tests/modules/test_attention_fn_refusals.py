@@ -92,7 +92,7 @@ def test_einsums_of_linen_are_refused(name):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"bias": np.zeros((1, N, T, T))}, "bias must be None, got shape (1, 4, 24, 24)"),
+        ({"bias": np.zeros((1, N, T, T))}, "bias must be a DistanceBias or None, got shape (1, 4, 24, 24)"),
         ({"dropout_rate": 0.5}, "dropout_rate must be 0 while training, got 0.5"),
         ({"input_positions": np.arange(T)}, "input_positions must be None"),
         (

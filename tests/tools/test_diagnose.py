@@ -166,7 +166,10 @@ def lower():
             lambda: jnp.where(np.eye(T) + np.random.default_rng(0).random((T, T)) > 0.5, 0, -1e9),
             "numpy bool array [T, S]",
         ),
-        (lambda: -abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(float), "adds no bias to logits: sl.Rope"),
+        (
+            lambda: -abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(float),
+            "as relative_bias= of layers or bias= of the op",
+        ),
     ],
     ids=["lower", "upper", "numpy", "random", "alibi"],
 )
@@ -175,7 +178,7 @@ def test_masks_that_are_added_to_scores(bias, advice):
     assert kinds(diagnosis) == [("dense attention", 1), ("dense mask", 1)]
     assert advice in only(diagnosis, "dense mask").advice
     attention = only(diagnosis, "dense attention").advice
-    assert attention.startswith("this attention stays dense with its bias") == ("adds no bias" in advice)
+    assert attention.startswith("this attention stays dense with its bias") == ("relative_bias" in advice)
     if "Window" in advice:
         assert "(query, key, value, sl.Window(left=63, right=0), scale=1)" in only(diagnosis, "dense attention").advice
 
