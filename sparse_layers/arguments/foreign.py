@@ -59,7 +59,7 @@ _BIAS = (
 _RELATIVE = (
     (
         "relative_bias",
-        "relative_bias= is sl.AlibiBias(), sl.T5Bias(bidirectional=True), sl.LearnedBias(64) or sl.GridBias((28, 28), 7)",
+        "relative_bias= is sl.AlibiBias(), sl.T5Bias(bidirectional=True), sl.LearnedBias(64) or sl.GridBias(shape)",
     ),
     *_BIAS,
 )

@@ -187,8 +187,8 @@ class GridBias(RelativeBias):
     """A learned number for each head and distance on a grid as a setting of layers: `grid_bias` with a joint table.
 
     With an image of 28 x 28 tokens and windows of 7 x 7, the table is [N, 13, 13]. It is Swin's
-    ``relative_position_bias_table.T.reshape(N, 13, 13)``. All inputs have the tokens of the whole grid, so the layer
-    does not decode.
+    ``relative_position_bias_table[::-1].T.reshape(N, 13, 13)``, as Swin counts distances from key to query. All inputs
+    have the tokens of the whole grid, so the layer does not decode.
 
     Args:
       shape: lengths of the grid's axes, the slowest first; their product is seq_len.

@@ -292,9 +292,9 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
 
     Args:
       shape: lengths of the grid's axes, the slowest first; their product is T and S.
-      tables: floats [N, L1, ..., Ln] with one axis of entries for each of the grid's, such as Swin's ``table.T.reshape(
-        N, 2 * h - 1, 2 * w - 1)`` of windows of h x w tokens; or a sequence of [N, L], one for each axis. N may be 1
-        for all heads. Lengths are odd, with distance 0 in the middle.
+      tables: floats [N, L1, ..., Ln] with one axis of entries for each of the grid's; or a sequence of [N, L], one for
+        each axis. N may be 1 for all heads. Lengths are odd, with distance 0 in the middle. Swin's table of windows of
+        h x w tokens counts from key to query: it is ``table[::-1].T.reshape(N, 2 * h - 1, 2 * w - 1)`` here.
 
     Returns:
       A `DistanceBias` with a table of all distances on the grid, about 2^n entries for each token; its gradient flows
@@ -309,7 +309,7 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 56 * 56, 2, 16))
       >>> windows = sl.preset("windows", shape=(56, 56), size=7)
       >>> table = jnp.zeros((13 * 13, 2))  # of Swin
-      >>> bias = sl.grid_bias((56, 56), table.T.reshape(2, 13, 13))
+      >>> bias = sl.grid_bias((56, 56), table[::-1].T.reshape(2, 13, 13))
       >>> sl.block_sparse_attention(q, k, v, windows, bias=bias).shape
       (1, 3136, 2, 16)
 
