@@ -149,9 +149,6 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         options = {"use_bias": name in biases, "precision": layer.precision} | inits | shared | options
         return nn.DenseGeneral(features, name=name, **options)
 
-    def zeros(name: str, shape: tuple[int, ...] | None) -> jax.Array | None:
-        return None if shape is None else layer.param(name, nn.initializers.zeros, shape, layer.param_dtype)
-
     gates, scorer = gate_features(layer.gate_output, head_size), step.fn.selection
     index_size = 0 if scorer is None else scorer.index_features(head_size)
 
@@ -176,8 +173,8 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
         out_gate=projection("out_gate", (num_heads, gates), use_bias="query" in biases) if gates else None,
         index_query=index("index_query", num_kv_heads),
         index_key=index("index_key", 1),
-        sinks=zeros("sinks", (num_heads,) if layer.use_sinks else None),
-        bias_table=zeros("bias_table", step.table_shape(num_heads)),
+        sinks=_zeros(layer, "sinks", (num_heads,) if layer.use_sinks else None),
+        bias_table=_zeros(layer, "bias_table", step.table_shape(num_heads)),
         out=projection(
             "out",
             features if layer.out_features is None else layer.out_features,
@@ -186,6 +183,10 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = Non
             bias_init=layer.out_bias_init or layer.bias_init,
         ),
     )
+
+
+def _zeros(layer: Any, name: str, shape: tuple[int, ...] | None) -> jax.Array | None:
+    return None if shape is None else layer.param(name, nn.initializers.zeros, shape, layer.param_dtype)
 
 
 def _make_qk_norm(layer: Any, name: str) -> nn.Module | None:

@@ -144,6 +144,7 @@ class SparseSelfAttention(SparseAttention):
         **options: Unpack[SelfAttentionOptions],
     ):
         _refuse_decode(decode)
+        positional: Any = {"rope": rope, "rope_theta": rope_theta, "relative_bias": relative_bias}
         super().__init__(
             num_heads,
             in_features,
@@ -154,9 +155,7 @@ class SparseSelfAttention(SparseAttention):
             head_dim=head_dim,
             pattern=pattern,
             dropout_rate=dropout_rate,
-            rope=rope,
-            rope_theta=rope_theta,
-            relative_bias=relative_bias,
+            **positional,
             normalize_qk=normalize_qk,
             norm_epsilon=norm_epsilon,
             use_bias=use_bias,

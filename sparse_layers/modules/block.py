@@ -159,10 +159,8 @@ class SparseTransformerBlock(nnx.Module):
         self.attention_norm, self.attention_out_norm = branch_norm(attention), branch_norm(post)
         with_bias = biases - {"mlp"} | ({"gate"} if is_nsa and use_bias is True else set())
         settings = {"rope": rope, "rope_theta": rope_theta, "use_bias": with_bias, "seq_len": seq_len}
-        settings |= {} if relative_bias is None else {"relative_bias": relative_bias}
-        self.attention = _make_attention(
-            pattern, num_heads, features, **settings, **inits, **shared, **qk_norm, **options
-        )
+        settings |= inits | shared | qk_norm | ({} if relative_bias is None else {"relative_bias": relative_bias})
+        self.attention = _make_attention(pattern, num_heads, features, **settings, **options)
         self.mlp_norm, self.mlp_out_norm = branch_norm(mlp_input), branch_norm(post)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         self.residual_scale = residual_scale

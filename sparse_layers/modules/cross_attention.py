@@ -10,6 +10,7 @@ from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.selection import Selection
 from .attention_fn import Pattern
 from .options import CrossOptions
+from .relative_bias import RelativeBias
 from .sparse_attention import SparseAttention
 from .step import CallInputs, check_inputs
 
@@ -33,11 +34,12 @@ class SparseCrossAttention(SparseAttention):
       pattern: as in `SparseSelfAttention`; a numpy bool array is [q_len, kv_len] or [entries, q_len, kv_len].
       q_len, kv_len: the longest inputs of queries and of keys, in tokens; shorter ones use the upper left corner of the
         pattern.
+      relative_bias: as in `SparseSelfAttention`; the distance of key s from query t is s - t.
       dropout_rate: must be 0, as in `SparseSelfAttention`.
       rngs: random number generators of the initial parameters.
-      **options: use_sinks, gate_output, relative_bias, scale, logits_soft_cap, implementation, fwd_params, bwd_params
-        and query_sharding as in `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention``
-        except ``attention_fn`` and ``decode``.
+      **options: use_sinks, gate_output, scale, logits_soft_cap, implementation, fwd_params, bwd_params and
+        query_sharding as in `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` except
+        ``attention_fn`` and ``decode``.
 
     Attributes:
       pattern: the name or mask; a sequence or an array becomes its tuple of masks.
@@ -73,6 +75,7 @@ class SparseCrossAttention(SparseAttention):
         pattern: Pattern,
         q_len: int,
         kv_len: int,
+        relative_bias: RelativeBias | None = None,
         dropout_rate: float = 0.0,
         rngs: nnx.Rngs,
         **options: Unpack[CrossOptions],
@@ -87,6 +90,7 @@ class SparseCrossAttention(SparseAttention):
             lengths={"q_len": q_len, "kv_len": kv_len},
             head_dim=head_dim,
             pattern=pattern,
+            relative_bias=relative_bias,
             dropout_rate=dropout_rate,
             rngs=rngs,
             **options,
@@ -116,7 +120,7 @@ class SparseCrossAttention(SparseAttention):
           order_ids: a pair, likewise; queries see keys whose id is at most their own, within the pattern and segments.
           selection: the key blocks of each query within the pattern, selected at run time: a `Selection` with the
             leading axes of the inputs.
-          bias: as in a call of `SparseSelfAttention`, by the distance of key s from query t, s - t.
+          bias: as in a call of `SparseSelfAttention`.
           sow_weights: must be False, see Raises.
           out_sharding, qkv_sharding: passed to Flax's projections.
 

@@ -99,7 +99,6 @@ class CrossOptions(GatedOptions, LayerOptions, total=False):
     normalize_qk: bool | str
     norm_epsilon: float
     use_bias: bool | Collection[str]
-    relative_bias: RelativeBias | None
 
 
 class AttentionOptions(GatedOptions, FlaxOptions, total=False):

@@ -40,7 +40,7 @@ class SparseAttention(nnx.MultiHeadAttention):
 
     Args:
       lengths: see `attention_step`.
-      rope, rope_theta, cache_dtype: see `SparseSelfAttention`.
+      rope, rope_theta, relative_bias, cache_dtype: see `SparseSelfAttention`.
       **options: see `SparseCrossAttention`, which documents all other arguments.
 
     Raises:
@@ -65,6 +65,7 @@ class SparseAttention(nnx.MultiHeadAttention):
         dropout_rate: float,
         rope: Rope | None = None,
         rope_theta: float | None = None,
+        relative_bias: RelativeBias | None = None,
         cache_dtype: str | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[CrossOptions],
@@ -78,10 +79,8 @@ class SparseAttention(nnx.MultiHeadAttention):
         norm, gate = flax_options.pop("normalize_qk", False), flax_options.pop("gate_output", False)
         kernel_options = {name: flax_options.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
         heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features // num_heads
-        rope = resolve_rope(rope, rope_theta)
-        relative_bias = flax_options.pop("relative_bias", None)
-        positional: dict[str, Any] = {"rope": rope, "relative_bias": relative_bias}
-        step = attention_step(pattern, lengths, *heads, options.get("dtype"), **positional, **kernel_options)
+        kernel_options |= {"rope": resolve_rope(rope, rope_theta), "relative_bias": relative_bias}
+        step = attention_step(pattern, lengths, *heads, options.get("dtype"), **kernel_options)
         super().__init__(
             num_heads,
             in_features,
@@ -107,15 +106,18 @@ class SparseAttention(nnx.MultiHeadAttention):
         self.cache_dtype = cache_dtype
         for name, length in lengths.items():
             setattr(self, name, length)
-        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
-        shape = step.table_shape(num_heads)
-        self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, self.param_dtype))
-        self.out_gate = nnx.data(None)
-        if gates := gate_features(gate, self.head_dim):
-            self.out_gate = self._make_gate(gates, "query" in biases, flax_options, rngs)
+        self.sinks = self._make_zeros((num_heads,) if use_sinks else None)
+        self.bias_table = self._make_zeros(step.table_shape(num_heads))
+        self.out_gate = self._make_gate(gate, "query" in biases, flax_options, rngs)
 
-    def _make_gate(self, gates: int, use_bias: bool, options: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.LinearGeneral:
-        """Returns the projection to the gates of heads, with Flax's options of the query projection."""
+    def _make_zeros(self, shape: tuple[int, ...] | None) -> Any:
+        return nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, self.param_dtype))
+
+    def _make_gate(self, gate: bool | str, use_bias: bool, options: Mapping[str, Any], rngs: nnx.Rngs) -> Any:
+        """Returns the projection to the gates of heads, with Flax's options of the query projection, or None."""
+        gates = gate_features(gate, self.head_dim)
+        if not gates:
+            return nnx.data(None)
         shared = {"dtype", "param_dtype", "kernel_init", "bias_init", "precision", "kernel_metadata", "bias_metadata"}
         settings = {name: options[name] for name in shared & options.keys()}
         for name in ("promote_dtype", "dot_general", "dot_general_cls"):

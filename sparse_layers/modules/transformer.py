@@ -211,27 +211,21 @@ class SparseTransformer(nnx.Module):
         layer_patterns = _layer_cycle("patterns", patterns, num_layers, scan_layers)
         _check_patterns(layer_patterns, options.get("selection"), seq_len, causal)
         _check_positions(positions, seq_len, position_stride=position_stride, rope=rope, rope_theta=rope_theta)
-        cycles = {"pattern": layer_patterns, "mlp": _layer_cycle("mlp", mlp, num_layers, scan_layers)}
-        cycles["rope"] = _layer_cycle("rope", rope, num_layers, scan_layers)
+        settings: dict[str, Any] = {"mlp": mlp, "rope": rope, "relative_bias": relative_bias}
         self.shared_relative_bias, self.bias_table = None, nnx.data(None)
         if share_relative_bias:
-            self._share_bias(relative_bias, num_heads, layer_patterns, param_dtype)
-        else:
-            cycles["relative_bias"] = _layer_cycle("relative_bias", relative_bias, num_layers, scan_layers)
+            self._share_bias(settings.pop("relative_bias"), num_heads, layer_patterns, param_dtype)
+        cycles = {name: _layer_cycle(name, value, num_layers, scan_layers) for name, value in settings.items()}
+        cycles["pattern"] = layer_patterns
         if positions == "rope" and (rope is None or rope_theta is not None):
             cycles["rope"] = (resolve_rope(rope, rope_theta) or Rope(),)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         self.residual_sharding, self.embedding_scale = residual_sharding, embedding_scale
         self.logits_scale, self.final_soft_cap = logits_scale, final_soft_cap
-
-        def table(size: int, variance: float) -> Embed:
-            init = embedding_init or nnx.initializers.normal(variance**0.5)
-            return Embed(size, features, embedding_init=init, rngs=rngs, **shared)
-
-        self.token_embedding = table(vocab_size, 1 / features)
-        self._make_position_embeddings(table, positions, position_stride, 1 / features)
-        settings: dict[str, Any] = {"norm": norm, "norm_epsilon": norm_epsilon, "seq_len": seq_len, **shared, **options}
+        sizes = vocab_size, features, position_stride
+        self._make_embeddings(positions, *sizes, embedding_init, rngs=rngs, **shared)
+        settings = {"norm": norm, "norm_epsilon": norm_epsilon, "seq_len": seq_len, **shared, **options}
         make_block = functools.partial(SparseTransformerBlock, num_heads, features, num_layers=num_layers, **settings)
         self.blocks = self._make_blocks(make_block, cycles, rngs)
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
@@ -260,10 +254,22 @@ class SparseTransformer(nnx.Module):
         table = None if self.bias_table is None else self.bias_table[...]
         return self.shared_relative_bias.make_bias(table, self._num_heads)
 
-    def _make_position_embeddings(
-        self, table: Callable[[int, float], Embed], positions: str, stride: int | None, variance: float
+    def _make_embeddings(
+        self,
+        positions: str,
+        vocab_size: int,
+        features: int,
+        stride: int | None,
+        init: Initializer | None,
+        **options: Any,
     ) -> None:
-        """Makes the tables of positions by ``table(size, variance)``, after the token embedding."""
+        """Makes the tables of tokens and of positions; ``options`` are those of `Embed`."""
+
+        def table(size: int, variance: float) -> Embed:
+            return Embed(size, features, embedding_init=init or nnx.initializers.normal(variance**0.5), **options)
+
+        variance = 1 / features
+        self.token_embedding = table(vocab_size, variance)
         self.position_embedding = table(self.seq_len, variance) if positions == "learned" else nnx.data(None)
         self.row_embedding = self.column_embedding = nnx.data(None)
         if positions == "row_column":
