@@ -13,6 +13,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.kernels.gpu import hardware
 from tests.ops.cases import compiled
+from tests.programs import USUAL, largest
 
 T = 40
 NEAR = sl.Window(20, 9)
@@ -120,6 +121,21 @@ def test_deterministic_gradients_are_summed_query_by_query():
     # Tokens have another order in the second pass.
     call = functools.partial(gradients, mask=sl.preset("sparse_transformer_strided", stride=8), implementation="xla")
     close(compiled(functools.partial(call, **params))(*x, dout, table), compiled(call)(*x, dout, table))
+
+
+def test_memory_grows_with_t_for_as_many_entries():
+    """XLA compiles a program for some seconds, because the largest array of a trace is not all that it holds."""
+    length = 4096
+    q, table = jnp.zeros((1, length, 2, 8)), jnp.zeros((2, length))
+
+    def loss(q, k, v, table):
+        bias = sl.DistanceBias(table, length - 1)
+        return sl.block_sparse_attention(q, k, v, sl.Causal() & sl.Window(100), bias=bias, implementation="xla").sum()
+
+    grads = jax.grad(loss, (0, 1, 2, 3))
+    assert largest(grads, q, q, q, table) <= q.size
+    used = jax.jit(grads).lower(q, q, q, table).compile(USUAL).memory_analysis().temp_size_in_bytes
+    assert used < 12 * q.nbytes < length * length
 
 
 def test_tables_by_axis_of_a_grid_are_summed():

@@ -57,6 +57,13 @@ def test_explicit_settings_win(kernel):
         assert chosen(kernel, params=sl.FwdParams(**{name: value})) == wanted
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_with_a_table_have_registers_for_it(kernel):
+    inputs = settings.KernelInputs(2, (128, 128), has_table=True)
+    for params, num_warps in ((sl.FwdParams(), 8), (sl.FwdParams(num_warps=4), 4)):
+        assert settings.choose_settings(kernel, inputs, (128, 128), params, H200).num_warps == num_warps
+
+
 @pytest.mark.parametrize("limit", [48 << 10, 99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize(("itemsize", "kernel"), [*itertools.product((2, 4), KERNELS), (2, "dq_with_dkv")])
 def test_settings_fit_the_device(kernel, itemsize, limit):

@@ -88,8 +88,10 @@ def shared_memory(kernel: str, settings: Settings, inputs: KernelInputs, capabil
     elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("dq_with_dkv", "dkv_with_dq"):
         # They read the left side of a product from registers; only these two need all their tiles on either side.
         outer_elements, scores = (0, scores) if kernel == "forward" else (outer_elements / 2, scores / 2)
-    diagonals = 4 * settings.outer * settings.inner if inputs.has_table and kernel in ("dq", "dq_with_dkv") else 0
-    return int(itemsize * (outer_elements + buffers * inner_elements + scores)) + diagonals + _SPARE
+    # With a table, logits change their layout in float32, and so do the diagonals of their gradient.
+    logits = {"forward": 2, "dq": 4, "dq_with_dkv": 4}.get(kernel, 0) * settings.outer * settings.inner
+    logits = logits if inputs.has_table else 0
+    return int(itemsize * (outer_elements + buffers * inner_elements + scores)) + logits + _SPARE
 
 
 def unsupported(inputs: KernelInputs, params: tuple[KernelParams, KernelParams], device: Device) -> str | None:
