@@ -292,7 +292,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            *("use_sinks", "remat", "tie_embeddings", "scan_layers", "share_relative_bias"),
+            *("use_sinks", "remat", "tie_embeddings", "scan_layers", "share_relative_bias", "embedding_norm"),
             *("recompute", "causal", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
         _type_rule(bool),

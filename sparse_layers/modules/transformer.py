@@ -99,6 +99,10 @@ def _layer_state(stacked: nnx.State, index: int) -> nnx.State:
     return jax.tree.map(layer_variable, stacked, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def _make_head(features: int, vocab_size: int, init: Initializer, rngs: nnx.Rngs, **dtypes: Any) -> nnx.Linear:
+    return nnx.Linear(features, vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **dtypes)
+
+
 class SparseTransformer(nnx.Module):
     """A language model: token embedding, positions, a stack of `SparseTransformerBlock`, final norm, output head.
 
@@ -133,6 +137,7 @@ class SparseTransformer(nnx.Module):
         ``("swiglu", sl.MixtureOfExperts(8, 2))``.
       embedding_scale: factor of the token embeddings, not of a tied head (Gemma: the square root of features); None
         for 1.
+      embedding_norm: True applies a norm of the kind ``norm`` to the embeddings, before the first block (BLOOM).
       logits_scale: factor of the logits of tokens, before their soft cap (Granite); None for 1.
       final_soft_cap: None, or c > 0: the logits of tokens become c * tanh(logits / c) (Gemma 2).
       embedding_init, head_init: initializers of the tables, and of a separate head; None for the defaults.
@@ -191,6 +196,7 @@ class SparseTransformer(nnx.Module):
         share_relative_bias: bool = False,
         mlp: Mlp | Sequence[Mlp] = "gelu",
         embedding_scale: float | None = None,
+        embedding_norm: bool = False,
         logits_scale: float | None = None,
         final_soft_cap: float | None = None,
         embedding_init: Initializer | None = None,
@@ -223,16 +229,15 @@ class SparseTransformer(nnx.Module):
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         self.residual_sharding, self.embedding_scale = residual_sharding, embedding_scale
         self.logits_scale, self.final_soft_cap = logits_scale, final_soft_cap
-        sizes = vocab_size, features, position_stride
-        self._make_embeddings(positions, *sizes, embedding_init, rngs=rngs, **shared)
+        self._make_embeddings(positions, vocab_size, features, position_stride, embedding_init, rngs=rngs, **shared)
+        make_model_norm = functools.partial(make_norm, norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
+        self.embedding_norm = make_model_norm() if embedding_norm else nnx.data(None)
         settings = {"norm": norm, "norm_epsilon": norm_epsilon, "seq_len": seq_len, **shared, **options}
         make_block = functools.partial(SparseTransformerBlock, num_heads, features, num_layers=num_layers, **settings)
         self.blocks = self._make_blocks(make_block, cycles, rngs)
-        self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, rngs=rngs, **shared)
-        self.head = nnx.data(None)
-        if not tie_embeddings:
-            init = head_init or nnx.initializers.zeros
-            self.head = nnx.Linear(features, vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **shared)
+        self.final_norm = make_model_norm()
+        head_init = head_init or nnx.initializers.zeros
+        self.head = nnx.data(None) if tie_embeddings else _make_head(features, vocab_size, head_init, rngs, **shared)
 
     def _share_bias(self, relative_bias: Any, num_heads: int, patterns: tuple[Any, ...], param_dtype: Dtype) -> None:
         """Makes the one table of all layers, which each call passes on to their attention."""
@@ -526,7 +531,7 @@ class SparseTransformer(nnx.Module):
         if self.row_embedding is not None and self.column_embedding is not None:
             row, column = jnp.divmod(positions, self.column_embedding.num_embeddings)
             x = x + self.row_embedding(row) + self.column_embedding(column)
-        return x
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _constrain(self, x: jax.Array) -> jax.Array:
         return constrained(x, self.residual_sharding, "residual_sharding")

@@ -180,6 +180,7 @@ SETTINGS = [
     ("block(use_bias='no')", ValueError, "use_bias", "got 'no'", FLAG),
     ("model(scan_layers='yes')", ValueError, "scan_layers", "got 'yes'", FLAG),
     ("model(tie_embeddings=1)", ValueError, "tie_embeddings", "got 1", FLAG),
+    ("model(embedding_norm=1)", ValueError, "embedding_norm", "got 1", FLAG),
     ("linen_block(remat='full')", ValueError, "remat", "got 'full'", FLAG),
     ("linen_block(deterministic='yes')", ValueError, "deterministic", "got 'yes'", FLAG),
     ("attention(relative_bias='alibi')", TypeError, "relative_bias", "got 'alibi'", "must be a RelativeBias"),

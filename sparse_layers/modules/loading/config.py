@@ -28,13 +28,16 @@ class Config:
             outer = {"model_type": f"{outer.get('model_type')}_text"} | text | shared
         self.values: dict[str, Any] = outer
 
-    def complete(self, defaults: Mapping[str, Any]) -> None:
-        """Takes the settings that are missing, and not null, from defaults."""
-        self.values = dict(defaults) | self.values
+    def complete(self, defaults: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+        """Takes settings from their aliases, and those that are missing, and not null, from defaults."""
+        renamed = {name: self.values[alias] for alias, name in aliases.items() if self.get(alias) is not None}
+        self.values = dict(defaults) | self.values | renamed
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns a setting, or the default."""
-        value = self.values.get(name)
+        """Returns a setting, or the default; the name ``"outer.inner"`` is that of an entry in the object ``outer``."""
+        value: Any = self.values
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
         return default if value is None else value
 
     def size(self, name: str, default: int | None = None) -> int:

@@ -91,7 +91,7 @@ def _read_head_dim(config: Config) -> int:
 
 
 def llama_entries(*entries: Entry, activation: str = "hidden_act", epsilon: str = "rms_norm_eps") -> tuple[Entry, ...]:
-    """Returns the entries that all families except GPT-2 share, and ``entries``.
+    """Returns the entries that all families with rotary position embeddings share, and ``entries``.
 
     Args:
       *entries: those of one family.
@@ -112,13 +112,14 @@ def llama_entries(*entries: Entry, activation: str = "hidden_act", epsilon: str 
     )
 
 
-GPT2_ENTRIES = (
-    size("vocab_size", "vocab_size"),
-    size("n_embd", "features"),
-    size("n_layer", "num_layers"),
-    divisor("n_head", "num_heads", of="n_embd"),
-    size("n_inner", "mlp_features", lambda config: 4 * config.size("n_embd")),
-    choice("activation_function", "mlp", MLPS),
-    number("layer_norm_epsilon", "norm_epsilon"),
-    size("n_positions", "seq_len"),
-)
+def gpt_entries(features: str, num_heads: str, num_layers: str, seq_len: str, *entries: Entry) -> tuple[Entry, ...]:
+    """Returns the entries of a family without rotary position embeddings: ``entries``, and sizes under their names."""
+    return (
+        size("vocab_size", "vocab_size"),
+        size(features, "features"),
+        size(num_layers, "num_layers"),
+        divisor(num_heads, "num_heads", of=features),
+        size(seq_len, "seq_len"),
+        number("layer_norm_epsilon", "norm_epsilon"),
+        *entries,
+    )

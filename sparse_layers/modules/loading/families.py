@@ -7,9 +7,10 @@ from typing import Any
 from ...arguments.checks import Natural, checked, suggest
 from ...masks.primitives import Causal, Window
 from ..mixture import MixtureOfExperts
+from ..relative_bias import AlibiBias
 from ..settings import PROJECTIONS
 from .config import FULL, SLIDING, Config
-from .entries import GPT2_ENTRIES, Entry, choice, factor, llama_entries, number, optional, size
+from .entries import MLPS, Entry, choice, factor, gpt_entries, llama_entries, number, optional, size
 from .rotary import make_rope
 
 # Settings that must have one of these values. The first is the default.
@@ -38,7 +39,7 @@ def family_of(config: Config) -> "Family":
     if family is None:
         known = suggest(config.get("model_type"), FAMILIES)
         raise ValueError(f"{config.file}: model_type: {known}")
-    config.complete(family.defaults)
+    config.complete(family.defaults, family.aliases)
     return family
 
 
@@ -129,6 +130,7 @@ class Family:
         biases, of windows and of rotary position embeddings are written if they are among these; with layer_types,
         layers with and without a window may be mixed.
       entries: the entries of a configuration that are arguments of `SparseTransformer`.
+      aliases: other names of entries, which count more -> their names above.
       settings: the other arguments.
       derive: a function from a configuration to arguments that depend on it otherwise; it may refuse entries.
       supported: entries that must have one of these values, the first of which is the default, and is written.
@@ -136,6 +138,7 @@ class Family:
       rotates: a function, True if layer i has rotary position embeddings; with True for its window.
       partial_rotary: True if rotary position embeddings may rotate a part of a head.
       interleaved_rope: True if files pair neighbouring features for rotary position embeddings.
+      interleaved_heads: True if a tensor of several modules has its outputs by head, then by module.
       thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
         only the first are scaled.
       experts: the entries that are arguments of `MixtureOfExperts`; none without experts.
@@ -152,11 +155,13 @@ class Family:
     entries: tuple[Entry, ...] = llama_entries()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     derive: Callable[[Config], dict[str, Any]] = lambda config: {}
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     is_sliding: Callable[[Config, int], bool] = lambda config, i: False
     rotates: Callable[[Config, int, bool], bool] = lambda config, i, is_sliding: True
     partial_rotary: bool = False
     interleaved_rope: bool = False
+    interleaved_heads: bool = False
     thetas: tuple[float, ...] = (10000.0,)
     experts: tuple[Entry, ...] = ()
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -207,6 +212,32 @@ _GPT2 = {
     "blocks.mlp_in": "h.{}.mlp.c_fc",
     "blocks.mlp_out": "h.{}.mlp.c_proj",
 }
+_MPT = {
+    "token_embedding": "wte",
+    "final_norm": "norm_f",
+    "head": "lm_head",
+    "blocks.attention_norm": "blocks.{}.norm_1",
+    **{f"blocks.attention.{x}": ("blocks.{}.attn.Wqkv", i) for i, x in enumerate(("query", "key", "value"))},
+    "blocks.attention.out": "blocks.{}.attn.out_proj",
+    "blocks.mlp_norm": "blocks.{}.norm_2",
+    "blocks.mlp_in": "blocks.{}.ffn.up_proj",
+    "blocks.mlp_out": "blocks.{}.ffn.down_proj",
+}
+_BLOOM = {
+    "token_embedding": "word_embeddings",
+    "embedding_norm": "word_embeddings_layernorm",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+    "blocks.attention_norm": "h.{}.input_layernorm",
+    **{
+        f"blocks.attention.{x}": ("h.{}.self_attention.query_key_value", i)
+        for i, x in enumerate(("query", "key", "value"))
+    },
+    "blocks.attention.out": "h.{}.self_attention.dense",
+    "blocks.mlp_norm": "h.{}.post_attention_layernorm",
+    "blocks.mlp_in": "h.{}.mlp.dense_h_to_4h",
+    "blocks.mlp_out": "h.{}.mlp.dense_4h_to_h",
+}
 _QWEN3_MOE = _LLAMA | {
     "blocks.experts.router": "layers.{}.mlp.gate",
     "blocks.experts.experts_gate": "layers.{}.mlp.experts.{}.gate_proj",
@@ -230,6 +261,21 @@ _GPT_OSS = _LLAMA | {
 
 def _gemma(config: Config) -> dict[str, Any]:
     return {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
+
+
+def _mpt(config: Config) -> dict[str, Any]:
+    """Returns MPT's MLP and slopes, which it orders in its own way unless the number of heads is a power of two."""
+    heads = config.size("n_heads")
+    count = 1 << (heads - 1).bit_length()
+    slopes = [2 ** (-8 * i / count) for i in range(1, count + 1)]
+    bias = AlibiBias(None if count == heads else (slopes[1::2] + slopes[::2])[:heads])
+    mlp = {"mlp": "gelu_exact", "mlp_features": 4 * config.size("d_model"), "use_bias": False}
+    return {"norm": "layer_no_bias", "positions": "none", "relative_bias": bias} | mlp
+
+
+def _bloom(config: Config) -> dict[str, Any]:
+    mlp = {"mlp": "gelu_tanh", "mlp_features": 4 * config.size("hidden_size"), "use_bias": True}
+    return {"norm": "layer", "embedding_norm": True, "positions": "none", "relative_bias": AlibiBias()} | mlp
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
@@ -337,7 +383,37 @@ _GRANITE_SCALES = (
 _GRANITE_SIZES = _LLAMA_SIZES | _BIASES | {entry.name: 1.0 for entry in _GRANITE_SCALES}
 _GPT2_SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
 _GPT2_SIZES["activation_function"] = "gelu_new"
+_GPT2_ENTRIES = gpt_entries(
+    "n_embd",
+    "n_head",
+    "n_layer",
+    "n_positions",
+    size("n_inner", "mlp_features", lambda config: 4 * config.size("n_embd")),
+    choice("activation_function", "mlp", MLPS),
+)
 _GPT2_SETTINGS = {"norm": "layer", "positions": "learned", "use_bias": True}
+
+_MPT_SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "layer_norm_epsilon": 1e-5}
+_MPT_SIZES["tie_word_embeddings"] = True
+_MPT_ENTRIES = gpt_entries(
+    "d_model", "n_heads", "n_layers", "max_seq_len", optional(number("attn_config.softmax_scale", "scale"))
+)
+_MPT_ALIASES = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+_MPT_SUPPORTED = {
+    "no_bias": (True,),
+    "expansion_ratio": (4,),
+    "logit_scale": (None,),
+    "attn_config.attn_type": ("multihead_attention",),
+    "attn_config.alibi": (True,),
+    "attn_config.alibi_bias_max": (8,),
+    "attn_config.clip_qkv": (None,),
+    "attn_config.qk_ln": (False,),
+    "attn_config.prefix_lm": (False,),
+}
+_BLOOM_SIZES = {"hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5, "seq_length": 2048}
+_BLOOM_SIZES["tie_word_embeddings"] = True
+_BLOOM_ENTRIES = gpt_entries("hidden_size", "n_head", "n_layer", "seq_length")
+_BLOOM_ALIASES = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
 
 _EXPERTS = (size("num_local_experts", "num_experts"), size("num_experts_per_tok", "top_k"))
 _MIXTRAL_SIZES = _defaults(4096, 14336, 32, 32, 8, 131072, 1e-5, sliding_window=None, num_local_experts=8)
@@ -346,9 +422,7 @@ _QWEN3_MOE_SIZES = _defaults(2048, 6144, 24, 32, 4, 32768, 1e-6, moe_intermediat
 _QWEN3_MOE_SIZES |= {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False}
 _QWEN3_MOE_SIZES |= {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _QWEN3_MOE_EXPERTS = (
-    optional(_EXPERTS[0]),  # its name in transformers 5
-    size("num_experts", "num_experts", lambda config: config.get("num_local_experts")),
-    _EXPERTS[1],
+    *_EXPERTS,
     size("moe_intermediate_size", "features"),
     choice("norm_topk_prob", "normalize", {False: False, True: True}),
 )
@@ -356,7 +430,7 @@ _GPT_OSS_SIZES = _defaults(2880, 2880, 36, 64, 8, 131072, 1e-5, head_dim=64, att
 _GPT_OSS_SIZES |= {"sliding_window": 128, "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4}
 
 FAMILIES = {
-    "gpt2": Family(_GPT2, _GPT2_SIZES, GPT2_ENTRIES, _GPT2_SETTINGS, prefix="transformer.", conv1d=True),
+    "gpt2": Family(_GPT2, _GPT2_SIZES, _GPT2_ENTRIES, _GPT2_SETTINGS, prefix="transformer.", conv1d=True),
     "llama": Family(_LLAMA, _LLAMA_SIZES | _BIASES),
     "mistral": Family(_LLAMA, _MISTRAL_SIZES, is_sliding=_has_window),
     "ministral": Family(_LLAMA, _MISTRAL_SIZES | _WINDOWS, is_sliding=_has_window),
@@ -372,6 +446,7 @@ FAMILIES = {
         _QWEN3_MOE,
         _QWEN3_MOE_SIZES,
         settings={"normalize_qk": True},
+        aliases={"num_experts": "num_local_experts"},  # the name in transformers 4
         supported={"mlp_bias": (False,)},  # the files have no biases of experts
         is_sliding=_has_window,
         experts=_QWEN3_MOE_EXPERTS,
@@ -448,6 +523,25 @@ FAMILIES = {
         is_sliding=_all_but_every(4, "sliding_window_pattern"),
         rotates=lambda config, i, is_sliding: is_sliding,
         interleaved_rope=True,
+    ),
+    "mpt": Family(
+        _MPT,
+        _MPT_SIZES,
+        _MPT_ENTRIES,
+        derive=_mpt,
+        aliases=_MPT_ALIASES,
+        supported=_MPT_SUPPORTED,
+        prefix="transformer.",
+    ),
+    "bloom": Family(
+        _BLOOM,
+        _BLOOM_SIZES,
+        _BLOOM_ENTRIES,
+        derive=_bloom,
+        aliases=_BLOOM_ALIASES,
+        supported={"apply_residual_connection_post_layernorm": (False,)},
+        interleaved_heads=True,
+        prefix="transformer.",
     ),
     "granite": Family(_LLAMA, _GRANITE_SIZES, llama_entries(*_GRANITE_SCALES)),
 }

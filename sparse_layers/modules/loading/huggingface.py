@@ -52,10 +52,10 @@ def from_huggingface(
     """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
 
     It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2 and 3, Exaone 4,
-    SmolLM 3, Phi 3 and 4, Granite 3, Command R, R7B and A, and with experts Mixtral, Qwen3-MoE and gpt-oss, but not
-    latent attention. From a model of text and images it takes the text model, as from Gemma 3 4B to 27B. Experts in
-    MXFP4 (gpt-oss) become bfloat16. Nothing is downloaded, and nothing in a file is executed. Tensors are read one by
-    one: loading needs the memory of the model and twice that of the files' largest tensor.
+    SmolLM 3, Phi 3 and 4, Granite 3, Command R, R7B and A, MPT, BLOOM, and with experts Mixtral, Qwen3-MoE and
+    gpt-oss, but not latent attention. From a model of text and images it takes the text model, as from Gemma 3 4B
+    to 27B. Experts in MXFP4 (gpt-oss) become bfloat16. Nothing is downloaded, and nothing in a file is executed.
+    Tensors are read one by one: loading needs the memory of the model and twice that of the files' largest tensor.
 
     Args:
       folder: a folder with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or files
@@ -447,6 +447,9 @@ def _map_tensor(
         name, index = name
         sizes = [outputs[key] for key, x in family.names.items() if isinstance(x, tuple) and x[0] == name]
         columns = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        if family.interleaved_heads:
+            heads, head_dim = shape[-2:]
+            columns = np.arange(sum(sizes)).reshape(heads, len(sizes), head_dim)[:, index].ravel()
     name = f"{name.format(*numbers)}.{'bias' if leaf == 'bias' else 'weight'}"
     if leaf == "sinks":
         name = str(family.names["blocks.attention.sinks"]).format(*numbers)

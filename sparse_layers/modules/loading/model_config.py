@@ -30,6 +30,7 @@ _ATTRIBUTES = ("num_layers", "seq_len", "embedding_scale", "logits_scale", "fina
 _DEFAULTS = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
 _DEFAULTS |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap", "scale", "rope"))
 _DEFAULTS |= dict.fromkeys(("residual_scale", "logits_scale", "relative_bias"))
+_DEFAULTS["embedding_norm"] = False
 
 
 def config_of(
@@ -87,7 +88,8 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
     ropes = tuple(block.attention.attention_fn.rope for block in blocks)
     positions = {"learned": model.position_embedding, "row_column": model.row_embedding}
     positions |= {"rope": next(filter(None, ropes), None)}
-    epsilons = {*layers[0].pop("norm_epsilon"), model.final_norm.epsilon}
+    norms = [norm for norm in (model.embedding_norm, model.final_norm) if norm is not None]
+    epsilons = {*layers[0].pop("norm_epsilon"), *(norm.epsilon for norm in norms)}
     return {
         "positions": next((name for name, value in positions.items() if value is not None), "none"),
         **layers[0],
@@ -98,6 +100,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
         "rope": ropes,
         "relative_bias": model.shared_relative_bias or layers[0]["relative_bias"],
         "mlp": mlps,
+        "embedding_norm": model.embedding_norm is not None,
         "tie_embeddings": model.head is None,
         **{name: getattr(model, name) for name in _ATTRIBUTES},
     }
@@ -238,7 +241,18 @@ def _config_entries(name: str, model: SparseTransformer, settings: Mapping[str, 
         "use_qk_norm": False,
     }
     optional_entries |= _layer_entries(name, model, settings)
-    return entries | {entry: value for entry, value in optional_entries.items() if entry in family.defaults}
+    entries |= {entry: value for entry, value in optional_entries.items() if entry in family.defaults}
+    aliases = {alias: entries[entry] for alias, entry in family.aliases.items() if entry in entries}
+    return _nested(entries | aliases)
+
+
+def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns entries with those named ``"outer.inner"`` in objects ``outer``."""
+    nested: dict[str, Any] = {}
+    for name, value in entries.items():
+        outer, _, inner = name.rpartition(".")
+        (nested.setdefault(outer, {}) if outer else nested)[inner] = value
+    return nested
 
 
 def _layer_entries(name: str, model: SparseTransformer, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Makes the fixtures of test_huggingface.py: tiny models by Hugging Face's own library, and what they compute.
 
-Those in this folder: transformers 5.23.0 with torch 2.13.0 on a CPU (Command R: 5.24.0 with 2.14.1), and config_4.json
-by transformers 4.57.6.
+Those in this folder: transformers 5.23.0 with torch 2.13.0 on a CPU (Command R, MPT and BLOOM: 5.24.0 with 2.14.1),
+and config_4.json by transformers 4.57.6.
 
     python tests/modules/loading/make_fixtures.py   # in an environment with transformers >= 5 and torch
     python tests/modules/loading/make_fixtures.py   # in one with transformers 4: configurations of that generation
@@ -114,6 +114,19 @@ CASES = {
         | {"attention_bias": True},
         (1e3, None),
     ),
+    # Six heads, whose slopes differ from those of eight, and between the two.
+    "mpt": (
+        "Mpt",
+        {"vocab_size": 64, "d_model": 24, "n_heads": 6, "n_layers": 3, "max_seq_len": 128}
+        | {"attn_config": {"softmax_scale": 0.4}},
+        None,
+    ),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": 64, "hidden_size": 24, "n_head": 6, "n_layer": 3, "layer_norm_epsilon": 1e-3}
+        | {"bos_token_id": None, "eos_token_id": None},
+        None,
+    ),
 }
 # Phi 3 with LongRoPE: the same weights with a factor for each of the 3 pairs that rotate.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
@@ -173,7 +186,8 @@ def make(folder, kind, config, seed, sharded):
             if "norm" in path or ".ln_" in path or path.endswith("bias"):
                 tensor.mul_(0.3)
                 if path.endswith("weight") and not kind.startswith("Gemma"):  # its scales are 1 + weight
-                    tensor.add_(1)
+                    # BLOOM's tied head would repeat each token, unless the norm of its embedding turns signs.
+                    tensor.mul_(3) if "word_embeddings" in path else tensor.add_(1)
                 elif "post_" in path:
                     tensor.add_(2)  # or the token's own embedding wins, which a tied head repeats
             elif not ("embed" in path or ".wte" in path or ".wpe" in path):

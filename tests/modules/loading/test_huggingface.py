@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -84,10 +85,10 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
 
 # By tokens in a piece of the prompt. Together they have what sharding meets in any of the families: biases and learned
 # positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all heads, which devices
-# share; layers without rope; parts of fused tensors and of heads; scales; experts; sinks; permuted heads. Programs
-# for eight devices compile for five seconds a model.
+# share; layers without rope; parts of fused tensors and of heads; scales; experts; sinks; permuted heads; ALiBi.
+# Programs for eight devices compile for five seconds a model.
 SPREAD = {"gpt2": 5, "gemma2": 4, "gemma3_text": 7, "olmo2": 3, "smollm3": 5, "phi3": 4, "granite": 7}
-SPREAD |= {"qwen3_moe": 5, "gpt_oss": 5, "olmo3": 4, "exaone4": 3, "cohere2": 6}
+SPREAD |= {"qwen3_moe": 5, "gpt_oss": 5, "olmo3": 4, "exaone4": 3, "cohere2": 6, "bloom": 5}
 
 
 def test_spread_over_eight_devices():
@@ -139,7 +140,7 @@ def test_both_generations_of_configurations_say_the_same(name):
     assert turn == (3 if name in ("qwen2", "gemma3_text", "olmo3", "exaone4", "cohere2") else len(set(windows)))
     if name in ROPES_BY_LAYER:
         assert new["rope"] == ROPES_BY_LAYER[name]
-    elif name != "gpt2":
+    elif name not in ("gpt2", "mpt", "bloom"):
         assert set(new["rope"]) == {ROPES[name]}
 
 
@@ -147,6 +148,29 @@ def test_norms_of_queries_in_command_r_plus_are_refused(tmp_path):
     reason = r"config\.json: use_qk_norm must be False, as these norms .* for each head, got True"
     with pytest.raises(ValueError, match=reason):
         settings(tmp_path, "cohere", use_qk_norm=True)
+
+
+REFUSED_WITH_ALIBI = [
+    ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv must be None, got 6.0"),
+    ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi must be True, got False"),
+    ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln must be False, got True"),
+    ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale must be None, got 'inv_sqrt_d_model'"),
+    ("bloom", {"n_head": 5}, "n_head must divide hidden_size=24, got 5"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm must be False, got True"),
+]
+
+
+def test_models_with_alibi(tmp_path):
+    """Slopes of MPT are BLOOM's only if the number of heads is a power of two; earlier files have other names."""
+    slopes = {heads: settings(tmp_path, "mpt", n_heads=heads)["relative_bias"].slopes for heads in (3, 4)}
+    assert slopes == {3: (2.0**-4, 2.0**-8, 2.0**-2), 4: None}
+    assert settings(tmp_path, "mpt")["scale"] == 0.4 and "scale" not in settings(tmp_path, "mpt", attn_config=None)
+    names = {"n_embed": 24, "num_attention_heads": 6, "seq_length": 128}
+    found = settings(tmp_path, "bloom", drop=("hidden_size", "n_head"), **names)
+    assert found == settings(tmp_path, "bloom") | {"seq_len": 128}
+    for name, config, reason in REFUSED_WITH_ALIBI:
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            settings(tmp_path, name, **config)
 
 
 def settings(folder, name, drop=(), **config):

@@ -23,6 +23,8 @@ LEFT_OUT |= {"add_cross_attention", "reorder_and_upcast_attn", "scale_attn_weigh
 LEFT_OUT |= {"scale_attn_by_inverse_layer_idx", "rope_parameters"}
 # Lists of layers say the same, and without LongRoPE there is no original length.
 LEFT_OUT |= {"sliding_window_pattern", "no_rope_layer_interval", "original_max_position_embeddings"}
+LEFT_OUT |= {"attn_config", "emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "norm_type"}
+LEFT_OUT |= {"hidden_dropout", "slow_but_exact"}
 run = nnx.jit(lambda model, tokens: model(tokens))
 TOKENS = jnp.arange(60)[None]
 

@@ -22,6 +22,7 @@ REFUSED |= {"mlp_bias", "attention_bias", "partial_rotary_factor", "tie_word_emb
 
 # Constants of the activation of gpt-oss, and its YaRN, which released models state.
 REFUSED_BY_FAMILY = {"gpt_oss": {"swiglu_alpha", "swiglu_limit", "rope_parameters"}}
+REFUSED_BY_FAMILY |= {"bloom": {"apply_residual_connection_post_layernorm"}, "mpt": {"no_bias", "expansion_ratio"}}
 
 
 @pytest.mark.parametrize("name", SWEEP)
