@@ -56,8 +56,9 @@ check: lint
 test: lint
 	$(pytest) --junit-xml build/tests.xml
 
+# Each fifth case: five divides no usual number of backends, dtypes or lengths, so a sample has all of them.
 test-jax: lint
-	$(pytest) --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(compiled))
+	$(pytest) --every 5 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(compiled))
 
 # Nothing is fetched; a warning is an error.
 docs: $(stamp) $(stamp)-docs

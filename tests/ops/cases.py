@@ -42,7 +42,7 @@ class Case:
     mask: Any  # whatever the op takes; a JAX array is passed to the compiled function as an argument
     q_len: int
     kv_len: int | None = None
-    heads: tuple[int, int] = (4, 2)
+    heads: tuple[int, int] = (2, 1)  # few, as the time of interpreted kernels grows with them
     sizes: tuple[int, int] = (16, 16)
     batch: int = 2
     dtype: str = "float32"
@@ -350,10 +350,11 @@ def _presets():
     for number, (name, options) in enumerate(SMALL.items()):
         dtypes = ("float32", "bfloat16") if number % 2 else ("bfloat16", "float32")
         mask = sl.preset(name, **options)
-        yield Case(f"{name}-129-{dtypes[0]}", mask, 129, dtype=dtypes[0], batch=1, fwd=(32, 64))
+        heads = (4, 2) if isinstance(mask, tuple) else (2, 1)
+        yield Case(f"{name}-129-{dtypes[0]}", mask, 129, dtype=dtypes[0], heads=heads, batch=1, fwd=(32, 64))
         if "shape" not in NEEDED[name]:
             default = sl.preset(name, **NEEDED[name])
-            yield Case(f"{name}-default-300-{dtypes[1]}", default, 300, dtype=dtypes[1], core=False)
+            yield Case(f"{name}-default-300-{dtypes[1]}", default, 300, dtype=dtypes[1], heads=heads, core=False)
 
 
 def _chains():
@@ -403,7 +404,7 @@ def _features():
     yield Case("long-chain", sl.preset("sparse_transformer_strided", stride=64), 2048, heads=(1, 1), batch=1)
     yield Case("documents-chain", fixed, 300, segments=_documents(2, 300), split=True, fwd=(32, 32), sinks=True)
     yield Case("documents-residues", strided, 300, segments=_documents(2, 300), split=True, fwd=(32, 32))
-    yield Case("documents-many", sl.Full(), 160, segments=_documents(3, 160), batch=3, fwd=(16, 16))
+    yield Case("documents-many", sl.Full(), 160, segments=_documents(3, 160), batch=3, fwd=(32, 32))
     yield Case("documents-pair", window | sl.Prefix(9), 129, 300, segments=_documents(2, 129, 300), fwd=(32, 64))
     drafts = sl.preset("draft_blocks", total_seq_len=128, block_size=8, stride=16)
     yield Case("draft_blocks-anchors", drafts, 64, 192, fwd=(32, 32))
@@ -421,12 +422,12 @@ def _features():
     yield Case("order-spans", sl.Window(90, 40), 300, fwd=(32, 32), sinks=True, soft_cap=3.0, **spans)
     yield Case("order-levels-pair", window | sl.Prefix(99), 129, 300, order_ids=_levels(2, 129, 300), sinks=True)
     yield Case("order-levels-chain", strided, 300, order_ids=_levels(2, 300, 300), split=True, fwd=(32, 32))
-    yield Case("order-run-time", jnp.asarray(_random(4, 64, 64)), 64, order_ids=_levels(2, 64, 64), dtype="float16")
+    yield Case("order-run-time", jnp.asarray(_random(2, 64, 64)), 64, order_ids=_levels(2, 64, 64), dtype="float16")
     yield Case("empty", sl.Empty(), 129)
     yield Case("empty-sinks", sl.Empty(), 129, sinks=True, core=False)
     yield Case("empty-rows", holes, 300, core=False)
     yield Case("empty-rows-sinks", holes, 300, sinks=True)
-    yield Case("heads-differ", several, 300, split=True, core=False)
+    yield Case("heads-differ", several, 300, heads=(4, 2), split=True, core=False)
     yield Case("heads-differ-MQA", several, 129, heads=(8, 1), sinks=True, dtype="bfloat16")
     yield Case("heads-in-turn", (window, strided), 129, heads=(6, 3), split=True)
     yield Case("soft-cap-chain", fixed, 300, soft_cap=3.0, sinks=True, split=True, scale=0.5)
@@ -451,7 +452,7 @@ def _features():
     yield Case("cross-chain", longformer, 129, 300, split=True, fwd=(16, 32), sinks=True)
     yield Case("one-query", sl.Full(), 1, 300)
     yield Case("run-time-all-heads", jnp.asarray(_random(1, 64, 64)), 64, segments=_documents(2, 64))
-    yield Case("run-time-heads", jnp.asarray(_random(4, 130, 100)), 130, 100, fwd=(16, 32), bwd=(32, 16), soft_cap=5.0)
+    yield Case("run-time-heads", jnp.asarray(_random(2, 130, 100)), 130, 100, fwd=(16, 32), bwd=(32, 16), soft_cap=5.0)
     yield Case("run-time-sparse", jnp.asarray(np.kron(_random(9, 9), np.ones((16, 16), bool))), 144, fwd=(16, 16))
     yield Case("array-heads", tuple(sl.Array(x) for x in _random(2, 129, 129)), 129)
     near = np.arange(150)[:, None] + np.array([-70, -9, 0, 5])
@@ -462,12 +463,12 @@ def _features():
     yield Case("blocks-fwd", fixed, 300, fwd=(24, 40), split=True)
     yield Case("blocks-bwd", strided, 300, bwd=(40, 24), split=True)
     yield Case("blocks-larger-than-lengths", strided, 50, fwd=(256, 128), bwd=(64, 512))
-    yield Case("bias-slopes", strided, 129, slopes=sl.alibi(4).slopes, split=True, dtype="bfloat16", core=False)
+    yield Case("bias-slopes", strided, 129, slopes=sl.alibi(2).slopes, split=True, dtype="bfloat16", core=False)
     yield Case(
         *("bias-table", (window, strided), 129),
         **{"table": (6, 40, 30), "heads": (6, 3), "soft_cap": 3.0, "sinks": True, "split": True, "core": False},
     )
-    yield Case("bias-both", sl.Window(20, 50), 127, 300, table=(1, 9, 2), slopes=(0.1, -0.2, 0, 1), core=False)
+    yield Case("bias-both", sl.Window(20, 50), 127, 300, table=(1, 9, 2), slopes=(0.1, -0.2), core=False)
     swin, table = sl.preset("windows", shape=(9, 14), size=4), (2, (5, 27), (9, 14))
     yield Case("bias-grid", swin, 126, heads=(2, 2), batch=1, grid_table=table, split=True, core=False)
     yield Case("one-batch-one-head", window, 129, heads=(1, 1), batch=1)

@@ -30,7 +30,6 @@ SETTINGS = {
 PATTERNS = "sliding_window:window=6+strided:local_attn_ctx=8"
 DEEP = {"layers": 2, "pattern": PATTERNS, "packed": True, "scan": True, "recompute": True}
 MESHES = {
-    "data": {},
     "mixed": {"fsdp": 2, "tensor_parallel": 2},
     "heads": {"tensor_parallel": 4, **DEEP},
     "context": {"context_parallel": 4, **DEEP},
