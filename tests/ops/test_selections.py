@@ -33,6 +33,7 @@ class Case(cases.Case):
     """A call with a random selection of k blocks, among them some twice and some that are none."""
 
     granularity: int = 1
+    heads: tuple[int, int] = (4, 2)  # which may choose apart from each other
     scope: str = "K"  # who chooses: all heads together ("1"), each key head, or each query head
     block: int = 32
     k: int = 3

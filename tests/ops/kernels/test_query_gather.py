@@ -130,7 +130,7 @@ CASES = [
     Case("soft-cap", (sl.Causal(), sl.Window(60)), 200, soft_cap=1.5, scope="1", sinks=True),
     Case("soft-cap-128", sl.Causal(), 200, block=128, heads=(2, 1), soft_cap=1.5, scale=-0.3),
     Case("table", TABLE, 130, 520, block=256, heads=(2, 2)),
-    Case("run-time", HOLES, 140, 300, heads=(4, 2), block=128, batch=2),
+    Case("run-time", HOLES, 140, 300, block=128, batch=2),
     Case("run-time-64", HOLES[:1], 140, 300, scope="1", k=9),
     Case("one", sl.Full(), 70, 130, scope="1", k=1),  # whose list ends with the entries
     Case("many", sl.Causal(), 100, heads=(2, 1), k=40),  # so many that they are sorted
