@@ -186,7 +186,7 @@ TABLE = np.random.default_rng(0).random((2, 32, 32)) < 0.2
 @pytest.mark.parametrize(
     "case",
     [
-        _tiny("GQA", sl.Causal(), 48),
+        _tiny("GQA, table", sl.Causal(), 48, table=(2, 9, 6)),
         _tiny("one block of queries", sl.Full(), 16, 48),
         _tiny("two blocks in turn", sl.Full(), 32, 48, heads=(1, 1), bwd=(16, 32)),
         _tiny("holes", HOLES, 64),

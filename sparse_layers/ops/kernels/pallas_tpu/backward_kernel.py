@@ -97,7 +97,7 @@ def backward_pass(
             "stored": pltpu.SemaphoreType.DMA,
             "state": pltpu.SMEM((3,), jnp.int32),
         }
-        | bias_scratch(config.bias, has_gradient=True),
+        | bias_scratch(config.bias, members, has_gradient=True),
         aliases={"dq_start": "dq"},
     )
     return dq, dk, dv, dtable[0] if dtable else None

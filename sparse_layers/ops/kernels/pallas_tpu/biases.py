@@ -14,6 +14,7 @@ Passes in other row orders run in natural order instead; see `toeplitz_passes`. 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -108,6 +109,11 @@ class PassTable:
         return _to_lanes(sum(self.shape) - 1 + (0 if self.is_aligned else LANES - 1))
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes of vector memory that the backward kernel needs for a query head, beside the table and its gradient."""
+        return 2 * 4 * self.chunk * self.window
+
+    @property
     def _kept(self) -> tuple[int, int, int]:
         """(first, last, index of distance 0) of entries every ``step`` tokens, of those that a pass may need."""
         zero = self.center // self.step + 1
@@ -177,19 +183,20 @@ def _to_lanes(n: int) -> int:
 # --- inside kernels --------------------------------------------------------------------------------------------------
 
 
-def bias_scratch(bias: PassBias | None, has_gradient: bool) -> dict[str, Any]:
+def bias_scratch(bias: PassBias | None, members: int, has_gradient: bool) -> dict[str, Any]:
     """Returns the memory of `TileBias` that lasts from step to step."""
     if bias is None or bias.table is None:
         return {}
-    shape = bias.table.chunk, bias.table.window
+    shape = members, bias.table.chunk, bias.table.window
     names = ("bias_tile", "bias_sums") if has_gradient else ("bias_tile",)
-    return {name: pltpu.VMEM(shape, jnp.float32) for name in names} | {"bias_state": pltpu.SMEM((2,), jnp.int32)}
+    return {name: pltpu.VMEM(shape, jnp.float32) for name in names} | {"bias_state": pltpu.SMEM((members,), jnp.int32)}
 
 
 class TileBias:
     """The bias of a step's tile of logits, for one kernel; without a bias it does nothing.
 
-    ``members`` are the query heads of a group, each with a table in the block.
+    ``members`` are the query heads of a group. They take turns, and each keeps its window. ``bias_state`` has the first
+    entry of each window, and -1 before there is one.
     """
 
     def __init__(self, bias: PassBias | None, refs: Any, position: Any, members: int = 1):
@@ -204,27 +211,28 @@ class TileBias:
 
         @pl.when(self.position.is_first_step)
         def _():
-            refs.bias_state[0] = jnp.int32(-1)
+            for i in range(self.members):
+                refs.bias_state[i] = jnp.int32(-1)
             if refs.dtable is not None:
                 refs.dtable[...] = jnp.zeros_like(refs.dtable)
 
         start, member = table.start(*self._blocks), self._member
-        is_new = (refs.bias_state[0] != start) | (refs.bias_state[1] != member)
 
-        @pl.when(is_new & (self.position.step.state != EMPTY))
+        @pl.when((refs.bias_state[member] != start) & (self.position.step.state != EMPTY))
         def _():
-            self._flush()
-            refs.bias_tile[...] = _skewed(refs.table[member, :, self._window(start)], table.chunk, self._rest(start))
+            self._flush(member)
+            refs.bias_tile[member] = _skewed(refs.table[member, :, self._window(start)], table.chunk, self._rest(start))
             if refs.dtable is not None:
-                refs.bias_sums[...] = jnp.zeros_like(refs.bias_sums)
-            refs.bias_state[0], refs.bias_state[1] = start, member
+                refs.bias_sums[member] = jnp.zeros_like(refs.bias_sums[member])
+            refs.bias_state[member] = start
 
     def add(self, x: jax.Array) -> jax.Array:
         """Returns a tile of logits with its bias."""
         if self.bias is None:
             return x
         if self.table is not None:
-            x = jnp.concatenate([x[rows] + self.refs.bias_tile[:, lanes] for rows, lanes in self._chunks()], axis=0)
+            tile, member = self.refs.bias_tile, self._member
+            x = jnp.concatenate([x[rows] + tile[member, :, lanes] for rows, lanes in self._chunks()], axis=0)
         if self.bias.has_slopes:
             x = x - abs(self._tokens(1) - self._tokens(0)) * self.refs.slopes[:, :1]
         return x
@@ -233,12 +241,13 @@ class TileBias:
         """Adds the gradients of a tile of logits to those of the table."""
         if self.table is not None:
             for rows, lanes in self._chunks():
-                self.refs.bias_sums[:, lanes] += ds[rows]
+                self.refs.bias_sums[self._member, :, lanes] += ds[rows]
 
     def end(self) -> None:
         """Completes the gradient of the table in the last step of a group of heads; every step calls it last."""
         if self.table is not None:
-            pl.when(self.position.is_last_step)(self._flush)
+            flush_all = functools.partial(lax.fori_loop, 0, self.members, lambda member, _: self._flush(member), None)
+            pl.when(self.position.is_last_step)(flush_all)
 
     @property
     def _blocks(self) -> tuple[Any, Any]:
@@ -247,7 +256,7 @@ class TileBias:
 
     @property
     def _member(self) -> Any:
-        return self.position.head % self.members if self.members > 1 else jnp.int32(0)
+        return self.position.head % self.members if self.members > 1 else 0
 
     def _tokens(self, axis: int) -> jax.Array:
         """Returns the tokens of rows [R, 1] or of columns [1, C], in float32."""
@@ -274,16 +283,16 @@ class TileBias:
         assert self.table is not None
         return 0 if self.table.is_aligned else start % LANES
 
-    def _flush(self) -> None:
-        """Adds the sums of ds to the gradient of the table, unless there are none yet."""
+    def _flush(self, member: Any) -> None:
+        """Adds the sums of ds to the gradient of a member's table, unless there are none yet."""
         refs = self.refs
         if refs.dtable is None:
             return
-        start, member = refs.bias_state[0], refs.bias_state[1]
+        start = refs.bias_state[member]
 
         @pl.when(start >= 0)
         def _():
-            sums = _diagonal_sums(refs.bias_sums[...], self._rest(start))
+            sums = _diagonal_sums(refs.bias_sums[member], self._rest(start))
             refs.dtable[member, :, self._window(start)] += sums
 
 
@@ -291,24 +300,19 @@ def _skewed(window: jax.Array, rows: int, rest: Any) -> jax.Array:
     """Returns [rows, W] from [1, W], with entry ``rest + y - r + rows - 1`` at (r, y)."""
     width = window.shape[1]
     x = jnp.broadcast_to(window, (SUBLANES, width))
-    x = pltpu.roll(x, width - (rows - 1) - rest, 1)
-    x = _rotated_by_row(x, 1)
+    x = pltpu.roll(x, width - (rows - 1) - rest, 1, stride=1, stride_axis=0)  # row r by r lanes more
     return jnp.concatenate([pltpu.roll(x, i, 1) if i else x for i in range(0, rows, SUBLANES)], axis=0)
 
 
 def _diagonal_sums(x: jax.Array, rest: Any) -> jax.Array:
-    """Returns [1, W], sums over the entries of [rows, W] that `_skewed` copies from the same entry: its transpose."""
+    """Returns [1, W], sums over the entries of [rows, W] that `_skewed` copies from the same entry: its transpose.
+
+    Strides of a rotation cannot be negative, so the last eight rows are rotated one by one.
+    """
     rows, width = x.shape
-    sums = x[:SUBLANES]
+    by_sublane = x[:SUBLANES]
     for i in range(SUBLANES, rows, SUBLANES):
-        sums += pltpu.roll(x[i : i + SUBLANES], width - i, 1)
-    sums = _rotated_by_row(sums, width - 1).sum(0, keepdims=True)
-    return pltpu.roll(jnp.broadcast_to(sums, (SUBLANES, width)), rows - 1 + rest, 1)[:1]
-
-
-def _rotated_by_row(x: jax.Array, by: int) -> jax.Array:
-    """Returns [8, W] with row r rotated by ``r * by`` lanes."""
-    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    for bit in (1, 2, 4):
-        x = jnp.where(row & bit != 0, pltpu.roll(x, bit * by % x.shape[1], 1), x)
-    return x
+        by_sublane += pltpu.roll(x[i : i + SUBLANES], width - i, 1)
+    sublane = lax.broadcasted_iota(jnp.int32, by_sublane.shape, 0)
+    rotated = (jnp.where(sublane == i, pltpu.roll(by_sublane, rows - 1 - i + rest, 1), 0.0) for i in range(SUBLANES))
+    return functools.reduce(jnp.add, rotated).sum(0, keepdims=True)

@@ -34,6 +34,8 @@ _TUNED = TUNING["pallas_tpu"]
 # cycles, one of 128 x 128 takes 824: where neighbours agree, one step replaces eight. Where each group of 128 queries
 # selects 16 of 128 blocks on its own, 84 steps replace 128. The backward pass, at 1611 and 1020, loses nothing either.
 _SELECTING_ROWS = 1024
+# Vector memory for the windows of query heads that are summed inside the kernel; a third of what launches ask for.
+_BIAS_BYTES = 16 << 20
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -165,6 +167,9 @@ class _Heads:
         members = config.heads_per_kv_head // config.stride if config.heads_per_kv_head % config.stride == 0 else 1
         if steps.words.shape[1] > 1 and steps.heads_per_list % members:
             members = 1
+        layout = config.bias and config.bias.table
+        if layout is not None and members * layout.scratch_bytes > _BIAS_BYTES:
+            members = 1
         dq, dk, dv, dtable = backward_pass(config, steps, arrays, *by_query, members)
         dk, dv = to_tokens(kv_order, dk), to_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
@@ -172,9 +177,8 @@ class _Heads:
             kv_heads = config.kv_head(np.arange(0, config.heads, members))
             dk, dv = (jnp.zeros_like(x, jnp.float32).at[:, :, kv_heads].add(dx) for dx, x in ((dk, key), (dv, value)))
         if dtable is not None:
-            table, layout = self.bias_table, config.bias and config.bias.table
-            assert table is not None and layout is not None
-            dtable = layout.gradient(table, dtable)
+            assert layout is not None and self.bias_table is not None
+            dtable = layout.gradient(self.bias_table, dtable)
         return to_tokens(q_order, dq) * self.call.scale, dk, dv, dtable
 
     def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[PassConfig, Steps, PassArrays]:

@@ -83,7 +83,7 @@ def forward_pass(
             "l_i": pltpu.VMEM((bq, LANES), jnp.float32),
             "acc": pltpu.VMEM((bq, value_size), jnp.float32),
         }
-        | bias_scratch(config.bias, has_gradient=False),
+        | bias_scratch(config.bias, 1, has_gradient=False),
     )
     return out, lse
 
