@@ -173,6 +173,19 @@ def test_what_is_refused(tmp_path):
     for options, reason in (
         ({}, r"gpt2: positions, 'row_column' in the model.*; olmo2: positions"),
         ({"parallel": True, "positions": "learned", "mlp": "gelu_tanh"}, "gpt2: parallel, True in the model and False"),
+        (
+            {"positions": "learned", "mlp": "gelu_tanh", "relative_bias": sl.AlibiBias()},
+            r"gpt2: relative_bias, AlibiBias",
+        ),
+        (
+            {
+                "positions": "learned",
+                "mlp": "gelu_tanh",
+                "relative_bias": sl.LearnedBias(3),
+                "share_relative_bias": True,
+            },
+            r"gpt2: relative_bias, LearnedBias\(left=3, right=0\) in the model and None",
+        ),
         ({"make_mlp": lambda rngs: jnp.tanh}, "layer 0 has an MLP of make_mlp"),
         (
             {"patterns": sl.NSA(block=16, count=4, pool_size=16, pool_stride=16, sliding=16)},
