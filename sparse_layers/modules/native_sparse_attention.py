@@ -192,7 +192,7 @@ class NativeSparseAttention(nnx.Module):
 
         Raises:
           ValueError, TypeError: see there.
-          NotImplementedError: a chunk of prompts, positions, or a max_step above 1.
+          NotImplementedError: a chunk of prompts, positions, a bias, or a max_step above 1.
         """
         return self._core.prefill(inputs, lengths, **options)
 
@@ -207,7 +207,7 @@ class NativeSparseAttention(nnx.Module):
 
         Raises:
           ValueError, TypeError: see there.
-          NotImplementedError: positions.
+          NotImplementedError: positions, or a bias.
         """
         return self._core.decode_step(inputs, cache, position, **options)
 

@@ -178,9 +178,10 @@ class NativeSparseCore:
         *,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
+        bias: Any = None,
     ) -> tuple[jax.Array, NSACache]:
         """Applies the layer to one new token; `NativeSparseAttention.decode_step` documents the arguments."""
-        _refuse_options(positions=positions)
+        _refuse_options(positions=positions, bias=bias)
         expected = {"pattern": self.pattern, "seq_len": self.seq_len, "num_heads": self.num_heads}
         check_step(inputs, self.in_features, cache, NSACache, expected | {"num_kv_heads": self.num_kv_heads})
         position = checked_positions(position, len(inputs), self.seq_len)
@@ -257,5 +258,5 @@ def _refuse_options(**options: Any) -> None:
         if value is not None and (name, value) not in (("max_step", 1), ("start", 0)):
             raise NotImplementedError(
                 "NativeSparseAttention reads prompts as a whole and then a token a step, by their places: "
-                f"start, cache, max_step and positions must be left out, got {name}={value!r}"
+                f"start, cache, max_step, positions and bias must be left out, got {name}={value!r}"
             )

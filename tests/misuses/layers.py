@@ -466,6 +466,7 @@ CALLS = [
     ("a_native.prefill(x, total=8, max_step=2)", NotImplementedError, "max_step=2", "2", "and then a token a step"),
     ("a_native.prefill(x, total=16)", NotImplementedError, "chunk", "a chunk of 8 of total=16", "prompts as a whole"),
     ("a_native.prefill(x, positions=jnp.arange(8))", NotImplementedError, "positions", "[0, 1, 2", "their places"),
+    ("a_native.prefill(x, bias=sl.alibi(2))", NotImplementedError, "bias", "DistanceBias", "must be left out"),
     ("crossing(x, y[..., :8])", ValueError, "inputs_kv", "got (2, 12, 8)", "must have shape [..., S, 16]"),
     ("crossing(y, y)", ValueError, "inputs_q", "got 12 tokens", "q_len=8"),
     ("crossing(x, y[0])", ValueError, "inputs_kv", "got shape (12, 16)", "leading axes of inputs_q, (2,)"),
