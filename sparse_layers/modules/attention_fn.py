@@ -21,6 +21,7 @@ from ..ops.chunked_prefill import attend_chunk
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.ring_cache import join_pages
 from ..ops.kernels.distance_bias import DistanceBias
+from ..ops.kernels.quantized import dequantize
 from ..ops.layouts import warn_of_heads
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
@@ -198,7 +199,7 @@ class AttentionFn:
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # With no more blocks than a scorer selects, every query attends to all.
         if scorer is not None and pooled is not None and scorer.selects(total) and end > scorer.count * scorer.block:
-            keys = join_pages(caches[1].keys[caches[1].layout.full_store_index()])
+            keys = dequantize(join_pages(caches[1].keys[caches[1].layout.full_store_index()]), query.dtype)
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
             selection = scorer.select_blocks(scored, keys[:, :, :end].swapaxes(1, 2), **shared)

@@ -58,13 +58,6 @@ MISUSES = [
     Misuse("empty((mask, mask, sl.Causal()), 32, **sizes)", ValueError, "number of masks", "3", "must divide"),
     Misuse("empty(mask, 32, **sizes, cache_dtype='int4')", ValueError, "cache_dtype", "'int4'", "Known: float8_e4m3fn"),
     Misuse("empty(mask, 32, **sizes, cache_dtype=jnp.int8)", ValueError, "cache_dtype", "int8", "the name of an 8-bit"),
-    Misuse(
-        "empty('moba:block=16,count=1', 32, **sizes, cache_dtype='int8')",
-        NotImplementedError,
-        "cache_dtype='int8'",
-        "MoBA(block=16",
-        "leave cache_dtype or the scorer out",
-    ),
     Misuse("empty(mask, 32, **sizes, dtype=int)", ValueError, "dtype", "<class 'int'>", "a floating one"),
     Misuse("empty(mask, 32, **sizes, dtype='floaty')", ValueError, "dtype", "'floaty'", "a floating one"),
     Misuse("empty(mask, 32, **sizes, dtype=None)", ValueError, "dtype", "None", "a floating one"),

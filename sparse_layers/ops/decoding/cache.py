@@ -18,7 +18,7 @@ from ...masks.algebra import Mask
 from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.distance_bias import DistanceBias, check_bias
-from ..kernels.quantized import Rows, check_cache_dtype, quantize
+from ..kernels.quantized import Rows, check_cache_dtype, dequantize, quantize
 from ..kernels.validation import checked_array, checked_scalars, checked_selection, checked_sinks, is_floating
 from ..planning.selection import Selection
 from . import ring_cache, step
@@ -162,7 +162,6 @@ class KVCache:
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; a max_step
             above seq_len; an unknown implementation or cache_dtype.
-          NotImplementedError: a cache_dtype with a scorer, which pools keys of the cache.
           TypeError: the pattern is no mask.
         """
         if not is_floating(dtype):
@@ -177,7 +176,7 @@ class KVCache:
         if implementation not in (None, "xla", "triton"):
             raise ValueError(f"implementation must be None, 'xla' or 'triton' for a cache, got {implementation!r}")
         masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
-        _check_cache_dtype(cache_dtype, scorer)
+        check_cache_dtype("cache_dtype", cache_dtype)
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
@@ -209,6 +208,11 @@ class KVCache:
     def layout(self) -> CacheLayout:
         """The stores of the arrays, and the heads that read them."""
         return cache_layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
+
+    @property
+    def _all_keys(self) -> Rows:
+        """Keys of all tokens, [B, K, seq_len, H], of a cache that keeps them."""
+        return join_pages(self.keys[self.layout.full_store_index()])
 
     @property
     def batch(self) -> int:
@@ -280,8 +284,8 @@ class KVCache:
             number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends in the chunk
             begin = number * stride
             if begin < start:
-                cached = join_pages(self.keys[self.layout.full_store_index()])[:, :, begin:start].swapaxes(1, 2)
-                scored = jnp.concatenate([cached.astype(scored.dtype), scored], axis=1)
+                cached = jax.tree.map(lambda x: x[:, :, begin:start], self._all_keys)
+                scored = jnp.concatenate([dequantize(cached, scored.dtype).swapaxes(1, 2), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
             pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
@@ -358,7 +362,8 @@ class KVCache:
                 window = add_axis(self._scored(key, index_key))[..., None, :]
             else:
                 cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
-                window = jax.vmap(cut)(join_pages(keys[self.layout.full_store_index()]), first)
+                stored = dataclasses.replace(self, keys=keys)._all_keys
+                window = dequantize(jax.tree.map(lambda x: jax.vmap(cut)(x, first), stored), self.pooled.dtype)
             ends_window = (first >= 0) & (first % stride == 0)
             row = jnp.where(ends_window, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
@@ -487,12 +492,3 @@ def check_step_bias(bias: DistanceBias | None, heads: int) -> None:
     check_bias(bias, heads)
     if bias is not None and bias.on_grid:
         raise NotImplementedError("bias: a step counts distances by tokens, and not on a grid; use a DistanceBias")
-
-
-def _check_cache_dtype(cache_dtype: Any, scorer: Scorer | None) -> None:
-    check_cache_dtype("cache_dtype", cache_dtype)
-    if cache_dtype is not None and scorer is not None:
-        raise NotImplementedError(
-            f"cache_dtype={cache_dtype!r}: {scorer} pools keys of the cache, so they keep their dtype; leave "
-            "cache_dtype or the scorer out"
-        )

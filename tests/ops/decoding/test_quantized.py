@@ -119,6 +119,26 @@ def test_a_prompt_is_what_steps_make(dtype):
         jax.tree.map(np.testing.assert_array_equal, cache, filled)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scorers_pool_keys_of_8_bits(dtype):
+    """As they pool keys of a plain cache with the same rows, so that both select the same blocks."""
+    q, k, v = arrays()
+    k, v = (dequantize(quantize(x, dtype), jnp.float32) for x in (k, v))
+
+    @jax.jit
+    def run(cache):
+        cache = cache.filled(k[:, :20], v[:, :20]).filled(k[:, 20:35], v[:, 20:35], start=20)  # inside of a block
+        outs = []
+        for i in range(35, T):
+            out, cache = cache.step(q[:, i], k[:, i], v[:, i], jnp.full(B, i))
+            outs.append(out)
+        return jnp.stack(outs), cache.pooled
+
+    small, plain = (run(empty(sl.MoBA(block=16, count=2), cache_dtype)) for cache_dtype in (dtype, None))
+    for actual, expected in zip(small, plain, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
 def test_bytes():
     plain, small = empty(sl.Causal(), None, jnp.bfloat16), empty(sl.Causal(), "int8", jnp.bfloat16)
     assert plain.nbytes == 2 * B * K * T * H * 2 and small.nbytes == 2 * B * K * T * (H + 4)
