@@ -45,6 +45,10 @@ _MASK = (
     ),
 )
 _BIAS = (
+    (
+        "relative_bias",
+        "for projections it is called use_bias= here (Haiku: with_bias=); for logits, relative_bias=sl.AlibiBias()",
+    ),
     *_rename("use_bias", "with_bias"),
     (
         "bias",
@@ -209,6 +213,9 @@ HINTS: dict[str, Hints] = {
         "logits_soft_cap=; distances are sl.Rope, or a bias, sl.DistanceBias(table)"
     ),
     **dict.fromkeys(("bias", "attn_bias", "ab"), _BIAS),
+    "relative_bias": (
+        ("bias", "a call takes bias=sl.alibi(num_heads), sl.DistanceBias(table) or sl.t5_bias(buckets)"),
+    ),
     **dict.fromkeys(("alibi", "use_alibi", "alibi_slopes", "position_bias", "relative_attention_bias"), _RELATIVE),
     **dict.fromkeys(("scale", "softmax_scale", "sm_scale", "scaling", "qk_scale"), _of_layer("scale")),
     **dict.fromkeys(

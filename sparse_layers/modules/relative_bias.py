@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arguments.checks import Natural, Positive, PositivePerAxis, as_float, checked, checked_by_axis, strict_kwargs
+from ..arguments.checks import Natural, Positive, PositivePerAxis, as_int, checked, checked_by_axis, strict_kwargs
 from ..arguments.foreign import one_line
 from ..masks.grids import grid_shape
-from ..ops.kernels.distance_bias import DistanceBias, alibi, check_buckets, grid_bias, t5_bias
+from ..ops.kernels.distance_bias import DistanceBias, alibi, check_bias, check_buckets, grid_bias, t5_bias
 
 
 class RelativeBias(abc.ABC):
@@ -19,7 +19,8 @@ class RelativeBias(abc.ABC):
 
     A layer makes the parameters of the bias, and each call adds it to the logits, as ``bias=`` of
     `block_sparse_attention` does. A bias has one table of parameters, or none. The table is the parameter
-    ``bias_table`` of the attention layer, initially zero, in the layer's ``param_dtype``.
+    ``bias_table`` of the attention layer, or of a model that shares it. It is initially zero, in ``param_dtype``; in
+    Haiku, in the dtype of the inputs.
 
     For a bias of your own, write both methods in a frozen dataclass.
 
@@ -48,10 +49,21 @@ class RelativeBias(abc.ABC):
         """Returns the bias that a table makes; the table is None if `table_shape` is."""
 
     def abstract_bias(self, num_heads: int) -> DistanceBias:
-        """Returns the bias with a `jax.ShapeDtypeStruct` as its table, in float32."""
-        shape = self.table_shape(num_heads)
+        """Returns the bias with a `jax.ShapeDtypeStruct` as its table, in float32.
+
+        Raises:
+          TypeError: a method of a subclass returns something else than it must.
+          ValueError: the bias is of another number of heads.
+        """
+        shape, name = self.table_shape(num_heads), type(self).__name__
+        if shape is not None and not (isinstance(shape, tuple) and None not in map(as_int, shape)):
+            raise TypeError(f"{name}.table_shape must return a tuple of integers or None, got {one_line(shape)}")
         table = None if shape is None else jax.ShapeDtypeStruct(shape, jnp.float32)
-        return jax.eval_shape(lambda table: self.make_bias(table, num_heads), table)
+        bias = jax.eval_shape(lambda table: self.make_bias(table, num_heads), table)
+        if not isinstance(bias, DistanceBias):
+            raise TypeError(f"{name}.make_bias must return a DistanceBias, got {one_line(bias)}")
+        check_bias(bias, num_heads, name=f"relative_bias={one_line(self)}")
+        return bias
 
 
 @strict_kwargs
@@ -60,11 +72,11 @@ class AlibiBias(RelativeBias):
     """The bias of ALiBi as a setting of layers: `alibi`, without parameters.
 
     Args:
-      slopes: a number for each query head; None for those of the paper, which BLOOM has. MPT orders them otherwise
-        where the number of heads is no power of two.
+      slopes: a number for each query head; None for those of the paper, which BLOOM has. MPT orders them differently
+        if the number of heads is not a power of two.
 
     Raises:
-      ValueError: slopes are not finite numbers; at the construction of a layer, they are not one for each query head.
+      ValueError: slopes are not finite numbers; when a layer is made, their number is not that of query heads.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -81,10 +93,7 @@ class AlibiBias(RelativeBias):
     slopes: tuple[float, ...] | None = None
 
     def __init__(self, slopes: Sequence[float] | np.ndarray | None = None):
-        numbers = None if slopes is None else tuple(map(as_float, slopes)) if np.ndim(slopes) == 1 else ()
-        if numbers is not None and (not numbers or None in numbers):
-            raise ValueError(f"AlibiBias: slopes must be finite numbers, one a query head, got {one_line(slopes)}")
-        object.__setattr__(self, "slopes", numbers)
+        object.__setattr__(self, "slopes", None if slopes is None else DistanceBias(slopes=slopes).slopes)
 
     def table_shape(self, num_heads: int) -> None:
         """Returns None: the bias has no parameters."""
@@ -131,7 +140,7 @@ class T5Bias(RelativeBias):
     def __post_init__(self):
         for name, hint in (("bidirectional", bool), ("num_buckets", Positive), ("max_distance", Positive)):
             object.__setattr__(self, name, checked(f"T5Bias: {name}", getattr(self, name), hint))
-        check_buckets("T5Bias: num_buckets", self.num_buckets, bool(self.bidirectional), self.max_distance)
+        check_buckets("T5Bias", "num_buckets", self.num_buckets, bool(self.bidirectional), self.max_distance)
 
     def table_shape(self, num_heads: int) -> tuple[int, ...]:
         """Returns (num_heads, num_buckets)."""
@@ -196,8 +205,8 @@ class GridBias(RelativeBias):
         all axes, or a tuple; None for the whole grid.
 
     Raises:
-      ValueError: shape or size are no integers >= 1, or not one for each axis; at the construction of a layer, the grid
-        has not seq_len tokens.
+      ValueError: shape or size are no integers >= 1, or not one for each axis; when a layer is made, the grid does not
+        have seq_len tokens.
       TypeError: shape is no sequence.
 
     Example:

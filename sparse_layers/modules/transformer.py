@@ -17,7 +17,7 @@ from ..arguments.checks import Positive, checked, strict_kwargs
 from ..arguments.foreign import one_line
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
-from ..ops.kernels.distance_bias import DistanceBias
+from ..ops.kernels.distance_bias import DistanceBias, check_bias
 from ..ops.planning.causality import check_causal
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
@@ -220,7 +220,7 @@ class SparseTransformer(nnx.Module):
         settings: dict[str, Any] = {"mlp": mlp, "rope": rope, "relative_bias": relative_bias}
         self.shared_relative_bias, self.bias_table = None, nnx.data(None)
         if share_relative_bias:
-            self._share_bias(settings.pop("relative_bias"), num_heads, layer_patterns, param_dtype)
+            self._share_bias(settings.pop("relative_bias"), num_heads, seq_len, layer_patterns, param_dtype)
         cycles = {name: _layer_cycle(name, value, num_layers, scan_layers) for name, value in settings.items()}
         cycles["pattern"] = layer_patterns
         if positions == "rope" and (rope is None or rope_theta is not None):
@@ -239,7 +239,9 @@ class SparseTransformer(nnx.Module):
         head_init = head_init or nnx.initializers.zeros
         self.head = nnx.data(None) if tie_embeddings else _make_head(features, vocab_size, head_init, rngs, **shared)
 
-    def _share_bias(self, relative_bias: Any, num_heads: int, patterns: tuple[Any, ...], param_dtype: Dtype) -> None:
+    def _share_bias(
+        self, relative_bias: Any, num_heads: int, seq_len: int, patterns: tuple[Any, ...], param_dtype: Dtype
+    ) -> None:
         """Makes the one table of all layers, which each call passes on to their attention."""
         got = f"got {one_line(relative_bias)}"
         if not isinstance(relative_bias, RelativeBias):
@@ -249,6 +251,8 @@ class SparseTransformer(nnx.Module):
             )
         if any(as_nsa(pattern) is not None for pattern in patterns):
             raise ValueError(f"relative_bias must be None where patterns have NSA, whose layer knows no bias, {got}")
+        bias, name = relative_bias.abstract_bias(num_heads), f"relative_bias={one_line(relative_bias)}"
+        check_bias(bias, num_heads, (seq_len, seq_len), name)
         shape = relative_bias.table_shape(num_heads)
         self.shared_relative_bias, self._num_heads = relative_bias, num_heads
         self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))

@@ -241,7 +241,7 @@ POSITIONS = [
         "layer.prefill(x, x, x)",
         "SparseSelfAttention.prefill: takes inputs, lengths by position",
         "got float32[2, 32, 16]",
-        "by name: selection=, positions=, max_step=, cache=, start=, total=",
+        "by name: selection=, positions=, bias=, max_step=, cache=, start=, total=",
     ),
     ("of_linen(x, x)", "SparseSelfAttention.__call__", "got float32[2, 32, 16], float32[2, 32, 16]", ONE_INPUT),
     ("across(x, x, x)", "SparseCrossAttention.__call__", "takes inputs_q, inputs_kv by position", ONE_INPUT),

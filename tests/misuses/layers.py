@@ -21,6 +21,19 @@ def cross(*sizes, **options):
     return sl.SparseCrossAttention(*(sizes or (N, F)), **settings)
 
 
+class Biasless(sl.RelativeBias):
+    """A bias whose methods return what they must not."""
+
+    def __init__(self, shape=None):
+        self.shape = shape
+
+    def table_shape(self, num_heads):
+        return self.shape
+
+    def make_bias(self, table, num_heads):
+        return None
+
+
 def native(*sizes, **options):
     return sl.NativeSparseAttention(*(sizes or (N, F)), **{"seq_len": T, "rngs": nnx.Rngs(0)} | options)
 
@@ -67,6 +80,7 @@ def names():
         "a_model": model(),
         "linen": linen,
         "on_mesh": on_mesh,
+        "Biasless": Biasless,
         "N": N,
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
@@ -188,6 +202,22 @@ SETTINGS = [
     ("attention(relative_bias=sl.AlibiBias((1.0, 2.0)))", ValueError, "slopes", "got 2", "must be N = 4 numbers"),
     ("block(relative_bias=sl.GridBias((3, 3)))", ValueError, "bias", "(9, 9)", "(T, S) = (8, 8)"),
     (
+        "model(share_relative_bias=True, relative_bias=sl.GridBias((3, 3)))",
+        ValueError,
+        "relative_bias=GridBias(",
+        "(9, 9)",
+        "must be all its",
+    ),
+    (
+        "model(share_relative_bias=True, relative_bias=sl.AlibiBias((1.0, 2.0)))",
+        ValueError,
+        "relative_bias=AlibiBias(",
+        "got 2",
+        "must be N = 4 numbers",
+    ),
+    ("attention(relative_bias=Biasless())", TypeError, "Biasless.make_bias", "got None", "must return a DistanceBias"),
+    ("block(relative_bias=Biasless(4))", TypeError, "Biasless.table_shape", "got 4", "must return a tuple of integers"),
+    (
         "attention(relative_bias=sl.LearnedBias(3), implementation='cudnn')",
         NotImplementedError,
         "cudnn",
@@ -235,11 +265,11 @@ SETTINGS = [
         "got AlibiBias",
         "where patterns have NSA",
     ),
-    ("sl.AlibiBias((1.0, float('inf')))", ValueError, "AlibiBias: slopes", "inf", "must be finite numbers"),
-    ("sl.AlibiBias(())", ValueError, "AlibiBias: slopes", "()", "must be finite numbers"),
+    ("sl.AlibiBias((1.0, float('inf')))", ValueError, "slopes", "inf", "must be finite Python numbers"),
+    ("sl.AlibiBias(())", ValueError, "slopes", "()", "must be finite Python numbers"),
     ("sl.T5Bias('yes')", ValueError, "T5Bias: bidirectional", "got 'yes'", FLAG),
     ("sl.T5Bias(True, 5)", ValueError, "T5Bias: num_buckets", "got 5", "must be an even number >= 4"),
-    ("sl.T5Bias(False, 32, 16)", ValueError, "max_distance", "got 16", "must be above 16"),
+    ("sl.T5Bias(False, 32, 16)", ValueError, "T5Bias: max_distance", "got 16", "must be above 16"),
     ("sl.LearnedBias(-1)", ValueError, "LearnedBias: left", "got -1", "must be an integer >= 0"),
     ("sl.GridBias((4, 6), size=0)", ValueError, "GridBias: size", "got 0", INTEGER),
     ("sl.GridBias((4, 6), size=(1, 2, 3))", ValueError, "GridBias: size", "got (1, 2, 3)", "one entry for each axis"),

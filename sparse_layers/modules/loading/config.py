@@ -37,7 +37,9 @@ class Config:
         """Returns a setting, or the default; the name ``"outer.inner"`` is that of an entry in the object ``outer``."""
         value: Any = self.values
         for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{self.file}: {name.rpartition('.')[0]} must be an object or null, got {value!r}")
+            value = None if value is None else value.get(key)
         return default if value is None else value
 
     def size(self, name: str, default: int | None = None) -> int:

@@ -17,7 +17,7 @@ from ..settings import check_settings
 
 _FIXED_BY_LAYER = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
 _FIXED_BY_LAYER += ("head_dim", "use_bias", "rngs")
-_OPTIONAL = "sinks", "bias_table"  # parameters that a dense layer has not
+_OPTIONAL = "sinks", "bias_table"  # parameters that a dense layer does not have
 _NORMS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 
 
@@ -158,7 +158,7 @@ def from_linen(
     if "sinks" in shapes and not options.get("use_sinks"):
         raise ValueError("params: has sinks, which need use_sinks=True")
     if "bias_table" in shapes and options.get("relative_bias") is None:
-        raise ValueError("params: has a bias_table, which needs a relative_bias")
+        raise ValueError("params: has a bias_table, which needs relative_bias=, as sl.LearnedBias(64)")
     normalize_qk = any(path[0] in ("query_ln", "key_ln") for path in values)
     requested_norm = options.get("normalize_qk", normalize_qk)
     if bool(requested_norm) != normalize_qk:

@@ -130,7 +130,7 @@ class Family:
         biases, of windows and of rotary position embeddings are written if they are among these; with layer_types,
         layers with and without a window may be mixed.
       entries: the entries of a configuration that are arguments of `SparseTransformer`.
-      aliases: other names of entries, which count more -> their names above.
+      aliases: other names of entries -> their names above; the other name takes precedence.
       settings: the other arguments.
       derive: a function from a configuration to arguments that depend on it otherwise; it may refuse entries.
       supported: entries that must have one of these values, the first of which is the default, and is written.

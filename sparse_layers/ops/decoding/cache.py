@@ -491,4 +491,7 @@ def check_step_bias(bias: DistanceBias | None, heads: int) -> None:
     """Refuses a bias that steps of decoding cannot add, or one of other heads."""
     check_bias(bias, heads)
     if bias is not None and bias.on_grid:
-        raise NotImplementedError("bias: a step counts distances by tokens, and not on a grid; use a DistanceBias")
+        raise NotImplementedError(
+            "bias: decoding counts distances by tokens, and not on a grid; write sl.DistanceBias(table), or "
+            "relative_bias=sl.LearnedBias(left) of a layer"
+        )

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ...arguments.checks import Positive, as_float, as_int, checked, strict_kwargs
+from ...masks.grids import grid_shape
 from ...masks.serialization import register_node
 from ..planning.row_orders import RowOrder
 from .call import Call
@@ -253,7 +254,7 @@ def t5_bias(buckets: ArrayLike, *, bidirectional: bool = True, max_distance: int
     buckets = jnp.asarray(checked_numbers("buckets", buckets, (None, None), jnp.floating, rule))
     bidirectional = bool(checked("bidirectional", bidirectional, bool))
     max_distance = checked("max_distance", max_distance, Positive)
-    per_side = check_buckets("buckets", buckets.shape[1], bidirectional, max_distance)
+    per_side = check_buckets("t5_bias", "buckets.shape[1]", buckets.shape[1], bidirectional, max_distance)
     by_distance = _t5_buckets(per_side, max_distance)
     numbers = by_distance[::-1]
     if bidirectional:
@@ -261,15 +262,16 @@ def t5_bias(buckets: ArrayLike, *, bidirectional: bool = True, max_distance: int
     return DistanceBias(buckets[:, numbers], max_distance)
 
 
-def check_buckets(name: str, count: int, bidirectional: bool, max_distance: int) -> int:
-    """Returns the number of T5's buckets on one side of ``count`` in all, which errors call ``name``."""
+def check_buckets(owner: str, name: str, count: int, bidirectional: bool, max_distance: int) -> int:
+    """Returns the number of T5's buckets on one side of ``count`` in all, which errors of ``owner`` call ``name``."""
     sides = 2 if bidirectional else 1
     per_side = count // sides
     if count % sides or per_side < 2:
-        raise ValueError(f"{name} must be an even number >= 4, or >= 2 without bidirectional, got {count}")
+        raise ValueError(f"{owner}: {name} must be an even number >= 4, or >= 2 without bidirectional, got {count}")
     if max_distance <= per_side // 2:
         raise ValueError(
-            f"max_distance must be above {per_side // 2}, as nearer keys have buckets of their own, got {max_distance}"
+            f"{owner}: max_distance must be above {per_side // 2}, as nearer keys have buckets of their own, "
+            f"got {max_distance}"
         )
     return per_side
 
@@ -285,7 +287,7 @@ def _t5_buckets(count: int, max_distance: int) -> np.ndarray:
 
 @strict_kwargs
 def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> DistanceBias:
-    """Returns a bias by the distances of tokens on a grid, of which a sequence has all in row-major order.
+    """Returns a bias by distances on a grid. Sequences have all tokens of the grid, in row-major order.
 
     The logit of query i and key j gets the entry of their distances on all axes: of one joint table, or the sum of the
     entries of one table for each axis. Distances beyond a table take its first or last entries.
@@ -301,8 +303,9 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
       into tables.
 
     Raises:
-      ValueError: a shape that is no sequence of integers >= 1; tables that are not as many as the grid's axes, have
-        other axes, no floats or an even length.
+      ValueError: a shape that is not of integers >= 1; a number of tables that is not that of the grid's axes; tables
+        of other axes, of different N, without floats or of an even length.
+      TypeError: shape is no sequence.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -316,21 +319,22 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
     References:
       Liu et al. 2021, "Swin Transformer" (arXiv 2103.14030).
     """
-    sizes = tuple(checked(f"shape[{i}]", n, Positive) for i, n in enumerate(shape))
+    sizes = grid_shape("grid_bias", shape)
     if isinstance(tables, Sequence):
         if len(tables) != len(sizes):
             raise ValueError(f"tables must be one for each axis of shape {sizes}, got {len(tables)}")
         rule = "floats of shape [N, L], or [1, L] for all heads"
         by_axis = [checked_numbers(f"tables[{i}]", x, (None, None), jnp.floating, rule) for i, x in enumerate(tables)]
-        spread = [_to_reach(jnp.asarray(x), [n]) for x, n in zip(by_axis, sizes, strict=True)]
+        spread = [_to_reach(f"tables[{i}]", jnp.asarray(x), sizes[i : i + 1]) for i, x in enumerate(by_axis)]
+        if len(heads := {len(x) for x in by_axis} - {1}) > 1:
+            raise ValueError(f"tables must have the same N, or 1 for all heads, got N of {sorted(heads)}")
         axes = range(1, len(sizes) + 1)
         expanded = (jnp.expand_dims(x, [a for a in axes if a != axis]) for axis, x in zip(axes, spread, strict=True))
         table = functools.reduce(jnp.add, expanded)
     else:
         rule = f"floats of shape [N, {', '.join(f'L{i + 1}' for i in range(len(sizes)))}], or one [N, L] for each axis"
-        table = _to_reach(
-            jnp.asarray(checked_numbers("tables", tables, (None,) * (1 + len(sizes)), jnp.floating, rule)), sizes
-        )
+        joint = checked_numbers("tables", tables, (None,) * (1 + len(sizes)), jnp.floating, rule)
+        table = _to_reach("tables", jnp.asarray(joint), sizes)
     spans = tuple(2 * n - 1 for n in sizes)
     # Positions whose differences tell all distances apart: coordinates on a grid of spans.
     axes = (sizes[0], *spans[1:])
@@ -338,12 +342,12 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
     return DistanceBias(table.reshape(table.shape[0], -1)).in_row_orders(order, order)
 
 
-def _to_reach(table: jax.Array, sizes: Sequence[int]) -> jax.Array:
+def _to_reach(name: str, table: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Returns a table [N, L1, ...] with entries for all distances on axes of ``sizes``: [N, 2 * size - 1, ...]."""
+    if not all(length % 2 for length in table.shape[1:]):
+        raise ValueError(f"{name} must have odd lengths, with distance 0 in the middle, got shape {table.shape}")
     for axis, size in enumerate(sizes, 1):
         length = table.shape[axis]
-        if length % 2 == 0:
-            raise ValueError(f"tables must have odd lengths, with distance 0 in the middle, got shape {table.shape}")
         missing = size - 1 - length // 2
         if missing > 0:
             table = jnp.pad(
@@ -357,19 +361,28 @@ def _to_reach(table: jax.Array, sizes: Sequence[int]) -> jax.Array:
 # --- for the op and its implementations ------------------------------------------------------------------------------
 
 
-def check_bias(bias: Any, heads: int) -> None:
-    """Raises TypeError or ValueError unless bias is a `DistanceBias` for query heads, or None."""
+def check_bias(bias: Any, heads: int, lengths: tuple[int, int] | None = None, name: str = "bias") -> None:
+    """Raises TypeError or ValueError unless a bias, in errors ``name``, is None or one for query heads and (T, S)."""
     if bias is None:
         return
     if not isinstance(bias, DistanceBias):
         raise TypeError(
-            f"bias must be a DistanceBias or None, got {describe_value(bias)}; a bias by head and distance is "
-            "sl.DistanceBias(table), sl.alibi(num_heads) or sl.t5_bias(buckets), and one of 0 and -inf is a mask"
+            f"{name} must be a DistanceBias or None, got {describe_value(bias)}; a bias by head and distance is "
+            "sl.DistanceBias(table), sl.alibi(num_heads) or sl.t5_bias(buckets), or relative_bias=sl.AlibiBias() of a "
+            "layer; one of 0 and -inf is a mask"
         )
     if bias.table is not None and bias.table.shape[:-1] not in ((1,), (heads,)):
-        raise ValueError(f"bias: table must have shape [N, L] or [1, L] with N = {heads}, got {bias.table.shape}")
+        raise ValueError(f"{name}: table must have shape [N, L] or [1, L] with N = {heads}, got {bias.table.shape}")
     if bias.slopes is not None and len(bias.slopes) != heads:
-        raise ValueError(f"bias: slopes must be N = {heads} numbers, got {len(bias.slopes)}")
+        raise ValueError(f"{name}: slopes must be N = {heads} numbers, got {len(bias.slopes)}")
+    if lengths is None or bias._orders is None:
+        return
+    tokens = tuple(order.rows for order in bias._orders)
+    if tokens != lengths:
+        raise ValueError(
+            f"{name}: counts distances on a grid, so queries and keys must be all its {tokens} tokens, got "
+            f"(T, S) = {lengths}"
+        )
 
 
 def checked_bias(
@@ -379,12 +392,10 @@ def checked_bias(
 
     Arrays are in the accumulators' dtype for queries of ``dtype``; lengths are (T, S).
     """
-    check_bias(bias, heads)
+    check_bias(bias, heads, lengths)
     if bias is None:
         return (None, None), {}
     table, slopes, acc_dtype = bias.table, bias.slopes, accumulator_dtype(dtype)
-    if bias._orders is not None and (rows := tuple(order.rows for order in bias._orders)) != lengths:
-        raise ValueError(f"bias: has positions of {rows} queries and keys, but (T, S) = {lengths}")
     if table is not None:
         table = jnp.broadcast_to(table.astype(acc_dtype), (heads, table.shape[1]))
     arrays = table, None if slopes is None else jnp.asarray(slopes, acc_dtype)
