@@ -469,8 +469,8 @@ def _features():
         **{"table": (6, 40, 30), "heads": (6, 3), "soft_cap": 3.0, "sinks": True, "split": True, "core": False},
     )
     yield Case("bias-both", sl.Window(20, 50), 127, 300, table=(1, 9, 2), slopes=(0.1, -0.2), core=False)
-    swin, table = sl.preset("windows", shape=(9, 14), size=4), (2, (5, 27), (9, 14))
-    yield Case("bias-grid", swin, 126, heads=(2, 2), batch=1, grid_table=table, split=True, core=False)
+    swin, table = sl.preset("windows", shape=(10, 15), size=4), (2, (5, 29), (10, 15))
+    yield Case("bias-grid", swin, 150, heads=(2, 2), batch=1, grid_table=table, split=True, core=False)
     yield Case("one-batch-one-head", window, 129, heads=(1, 1), batch=1)
 
 
