@@ -19,7 +19,6 @@ from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.chunked_prefill import attend_chunk
 from ..ops.decoding.cache import KVCache
-from ..ops.decoding.ring_cache import join_pages
 from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.kernels.quantized import dequantize
 from ..ops.layouts import warn_of_heads
@@ -199,10 +198,10 @@ class AttentionFn:
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # With no more blocks than a scorer selects, every query attends to all.
         if scorer is not None and pooled is not None and scorer.selects(total) and end > scorer.count * scorer.block:
-            keys = dequantize(join_pages(caches[1].keys[caches[1].layout.full_store_index()]), query.dtype)
+            keys = jax.tree.map(lambda x: x[:, :, :end], caches[1].layout.all_keys(caches[1].keys))
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
-            selection = scorer.select_blocks(scored, keys[:, :, :end].swapaxes(1, 2), **shared)
+            selection = scorer.select_blocks(scored, dequantize(keys, query.dtype).swapaxes(1, 2), **shared)
         query_sharding = self.query_sharding
         if query_sharding is not None:  # a chunk's tokens are not sharded: its row order differs from the sequence's
             query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])

@@ -48,12 +48,12 @@ class RelativeBias(abc.ABC):
     def make_bias(self, table: jax.Array | None, num_heads: int) -> DistanceBias:
         """Returns the bias that a table makes; the table is None if `table_shape` is."""
 
-    def abstract_bias(self, num_heads: int) -> DistanceBias:
-        """Returns the bias with a `jax.ShapeDtypeStruct` as its table, in float32.
+    def abstract_bias(self, num_heads: int, lengths: tuple[int, int] | None = None) -> DistanceBias:
+        """Returns the bias with a `jax.ShapeDtypeStruct` as its table, in float32; ``lengths`` are (T, S), if known.
 
         Raises:
           TypeError: a method of a subclass returns something else than it must.
-          ValueError: the bias is of another number of heads.
+          ValueError: the bias is of another number of heads, or a grid of other lengths.
         """
         shape, name = self.table_shape(num_heads), type(self).__name__
         if shape is not None and not (isinstance(shape, tuple) and None not in map(as_int, shape)):
@@ -62,7 +62,7 @@ class RelativeBias(abc.ABC):
         bias = jax.eval_shape(lambda table: self.make_bias(table, num_heads), table)
         if not isinstance(bias, DistanceBias):
             raise TypeError(f"{name}.make_bias must return a DistanceBias, got {one_line(bias)}")
-        check_bias(bias, num_heads, name=f"relative_bias={one_line(self)}")
+        check_bias(bias, num_heads, lengths, f"relative_bias={one_line(self)}")
         return bias
 
 

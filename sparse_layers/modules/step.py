@@ -153,7 +153,7 @@ def attention_step(
     if index_size:
         arrays = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
         index = IndexProjections(*arrays)  # pyright: ignore[reportArgumentType] (shapes instead of arrays)
-    bias = None if relative_bias is None else relative_bias.abstract_bias(num_heads)
+    bias = None if relative_bias is None else relative_bias.abstract_bias(num_heads, (q_len, kv_len))
     jax.eval_shape(
         lambda q, k, i, b: step(q, k, k, mask=CallInputs(None, None, index=i, bias=b)), query, key, index, bias
     )

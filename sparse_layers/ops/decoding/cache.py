@@ -24,7 +24,7 @@ from ..planning.selection import Selection
 from . import ring_cache, step
 from .checks import Integers, checked_lengths, checked_positions
 from .layout import CacheLayout, cache_layout
-from .ring_cache import KeyLayout, join_pages, select_heads
+from .ring_cache import KeyLayout, select_heads
 
 
 @register_node
@@ -210,11 +210,6 @@ class KVCache:
         return cache_layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
 
     @property
-    def _all_keys(self) -> Rows:
-        """Keys of all tokens, [B, K, seq_len, H], of a cache that keeps them."""
-        return join_pages(self.keys[self.layout.full_store_index()])
-
-    @property
     def batch(self) -> int:
         """The number of sequences."""
         return len(self.keys[0])
@@ -284,7 +279,7 @@ class KVCache:
             number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends in the chunk
             begin = number * stride
             if begin < start:
-                cached = jax.tree.map(lambda x: x[:, :, begin:start], self._all_keys)
+                cached = jax.tree.map(lambda x: x[:, :, begin:start], self.layout.all_keys(self.keys))
                 scored = jnp.concatenate([dequantize(cached, scored.dtype).swapaxes(1, 2), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
             pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
@@ -362,8 +357,8 @@ class KVCache:
                 window = add_axis(self._scored(key, index_key))[..., None, :]
             else:
                 cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
-                stored = dataclasses.replace(self, keys=keys)._all_keys
-                window = dequantize(jax.tree.map(lambda x: jax.vmap(cut)(x, first), stored), self.pooled.dtype)
+                window = jax.tree.map(lambda x: jax.vmap(cut)(x, first), self.layout.all_keys(keys))
+                window = dequantize(window, self.pooled.dtype)
             ends_window = (first >= 0) & (first % stride == 0)
             row = jnp.where(ends_window, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)

@@ -12,7 +12,7 @@ from ...masks.bounded_cache import bounded_cache
 from ..kernels.quantized import Rows
 from ..planning.row_orders import RowOrder
 from .cache_parts import CachePart, plan_cache_parts
-from .ring_cache import KeyLayout, RingLayout
+from .ring_cache import KeyLayout, RingLayout, join_pages
 
 # The arrays of keys and of values of a cache, one for each store.
 KVArrays = tuple[tuple[Rows, ...], tuple[Rows, ...]]
@@ -69,6 +69,10 @@ class CacheLayout:
                 f"{self.masks} keeps what these read, or looks up tables"
             )
         return self.find(full)[0]
+
+    def all_keys(self, keys: tuple[Rows, ...]) -> Rows:
+        """Returns the keys of all tokens [B, K, length, H], or raises the error of `full_store_index`."""
+        return join_pages(keys[self.full_store_index()])
 
     def selected_tokens(
         self, position: jax.Array, ids: jax.Array, block: int
