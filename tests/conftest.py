@@ -31,6 +31,8 @@ else:
 import jax
 import pytest
 
+collect_ignore_glob = ["**/make_*.py"]  # programs that make fixtures, in environments with torch
+
 
 def pytest_collection_modifyitems(items):
     """What trains takes longest, and shares a few runs: it comes first, lest one process end with it alone."""

@@ -24,6 +24,7 @@ class Case(cases.Case):
     """A call with huge logits, or with huge sinks."""
 
     scale: float = 3e7
+    heads: tuple[int, int] = (4, 2)
     sink_values: tuple[float, ...] = ()
 
     def arrays(self):

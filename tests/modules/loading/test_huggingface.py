@@ -240,7 +240,7 @@ def test_defaults_of_configurations(tmp_path):
 REFUSED = [
     (
         {"model_type": "mistrall"},
-        "model_type: 'mistrall', did you mean 'mistral' or 'ministral' or 'mixtral'? Known: cohere, ",
+        "model_type: 'mistrall', did you mean 'mistral' or 'ministral' or 'mixtral'? Known: bloom, cohere, ",
     ),
     ({"model_type": "qwen2_moe"}, "did you mean 'qwen3_moe' or 'qwen2'"),
     ({"model_type": None}, "model_type: None"),
