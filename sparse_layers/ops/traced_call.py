@@ -40,6 +40,7 @@ class TracedCall(NamedTuple):
     notes: tuple[str, ...]
     # The message of the NotImplementedError that the call raises if the implementation that it names is unsupported.
     error: str | None = None
+    plan: Plan | None = None  # the plan that runs, if the implementation may plan anew; None for that of the call
 
     def __str__(self) -> str:
         """The implementation, then its launches, what it hands on, and why no preferred one supports the call."""
@@ -123,12 +124,14 @@ def trace_call(
                 pick_implementation(name, call, operands)
             except NotImplementedError as error:
                 return TracedCall(name, {}, (), (), (), str(error))
-        notes = list(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
+        backend = IMPLEMENTATIONS[name]
+        notes = list(backend.notes(call, operands)) if hasattr(backend, "notes") else []
+        run_plan = backend.planned(call, operands) if hasattr(backend, "planned") else None
         if scorer is not None and operands.selection is not None:
             notes += _notes_of(scorer)
         if recompute:
             notes.append("the forward pass runs once more before the backward pass, which recomputes it")
-        return TracedCall(name, reasons, *trace_launches(name, call, operands), tuple(notes))
+        return TracedCall(name, reasons, *trace_launches(name, call, operands), tuple(notes), plan=run_plan)
 
 
 def _notes_of(scorer: Scorer) -> list[str]:

@@ -152,9 +152,9 @@ def describe(
     for heading, planned in plans.items():
         _check_heads(planned)
         planned = planned._replace(plan=_plan_for(gpu, planned))
-        kernels_text = (
-            f"runs {_device_text(device, devices)}, {_call_text(planned)}: {_traced(planned, gpu, segment_ids)}"
-        )
+        traced = _traced(planned, gpu, segment_ids)
+        kernels_text = f"runs {_device_text(device, devices)}, {_call_text(planned)}: {traced}"
+        planned = planned._replace(plan=traced.plan or planned.plan)
         texts[heading] = _plan_text(planned, size, devices, kernels_text)
     notes = half_pattern_notes(subject, *(planned.plan.masks for planned in plans.values()))
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
@@ -364,5 +364,6 @@ def _mask_lines(planned: Planned, h: int, size: int) -> Iterator[str]:
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
     alone = "" if planned.scorer is None else ", if nothing is chosen"
     yield f"expected saving{alone}: {plan.saving(h, counted.causal)}"
-    if planned.scorer is None:
+    is_cheapest = candidates[0].cost == min(x.cost for x in candidates)  # else advice would count on other passes
+    if planned.scorer is None and is_cheapest:
         yield from (f"  {line}" for line in advice(plan, h, counted))

@@ -12,7 +12,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.kernels.gpu import hardware
-from tests.ops.cases import compiled
+from tests.ops.cases import candidates, compiled
 from tests.programs import USUAL, largest
 
 T = 40
@@ -150,6 +150,15 @@ def test_what_triton_refuses_of_it(monkeypatch):
     call = functools.partial(sl.block_sparse_attention, *x, sl.Causal(), implementation="triton")
     with pytest.raises(NotImplementedError, match=r"^triton: the gradient of a bias with a table uses atomic add"):
         call(bias=sl.DistanceBias(np.ones((1, 3))), bwd_params=params)
+
+
+def test_pallas_tpu_with_a_table_in_the_place_of_gathered_columns():
+    """The chain gives way to one pass in natural order."""
+    *x, dout, table = arrays()
+    plan = candidates(sl.preset("sparse_transformer_fixed", stride=16, summary=4), T)[-1]
+    assert len(plan.chains[0]) == 2
+    calls = [functools.partial(gradients, mask=plan, implementation=name) for name in ("pallas_tpu", "reference")]
+    close(*(compiled(call)(*x, dout, table) for call in calls))
 
 
 def test_what_pallas_tpu_refuses_of_it():

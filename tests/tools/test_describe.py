@@ -187,6 +187,22 @@ def test_describe_says_which_launches_of_two_passes_go_to_triton():
     ]
 
 
+def test_describe_counts_the_passes_that_a_bias_leaves_to_tpus():
+    """Distances are no diagonals where columns are gathered; slopes need none."""
+    settings = {"pattern": "sparse_transformer_fixed", "seq_len": 8192, "implementation": "pallas_tpu"}
+    texts = [
+        sl.describe(linen.SparseSelfAttention(2, relative_bias=bias, **settings), size=4)
+        for bias in (sl.AlibiBias(), sl.LearnedBias(63))
+    ]
+    two, one = (re.search("^plan: .*?(?=expected)", text, re.M | re.S)[0].splitlines() for text in texts)
+    assert two[1].startswith("  pass 1: natural order; ") and "  pass 2: keys: gathered tokens" in two[2]
+    natural = two[4].replace("not taken", "chosen")
+    assert one[1] == "  pass 1: natural order; 36 of 64 blocks of 1024 x 1024"
+    assert one[2:] == [natural, two[3].replace("chosen", "not taken")] and "natural order, cost" in natural
+    assert "because a bias with a table needs" in texts[1] and "a bias" not in texts[0]
+    assert "less work than causal attention" in texts[1] and "try longer" not in texts[1]
+
+
 def test_describe_says_which_error_a_call_raises():
     """A layer names its implementation, and the GPU is another one."""
     pytest.importorskip("triton", reason="needs triton: pip install triton")

@@ -10,7 +10,8 @@ A backend is a module with three functions::
 ``attend(call, operands) -> out`` in the place of forward and backward. A backend may also have:
 
 * ``not_preferred(call, operands) -> str | None``: the reason why another implementation is the better choice.
-* ``notes(call, operands) -> list[str]``: the passes that it hands to another implementation, with reasons.
+* ``planned(call, operands) -> Plan | None``: the plan that it runs, if that may be another one than the call's.
+* ``notes(call, operands) -> list[str]``: passes that it hands to another implementation or plans anew, with reasons.
 * ``MERGES = False``, if its results over some of the keys cannot be merged by log-sum-exp.
 """
 

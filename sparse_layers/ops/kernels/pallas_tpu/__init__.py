@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from ..call import Call
 from ..operands import Gradients, Operands
 from ..transforms import differentiable_once
+from .bias_passes import notes as notes
+from .bias_passes import planned as planned
 
 # Rows of bfloat16 that a vector register holds.
 MIN_GRANULARITY = 16

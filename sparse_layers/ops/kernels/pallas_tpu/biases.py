@@ -10,7 +10,7 @@ first or all last entries, and are the same: a window is skewed again only if it
 and their sum is added to the gradient in VMEM. All sums have a fixed order.
 
 The backward kernel's logits are [keys, queries], where distances fall along lanes: it reads the table in reverse.
-Passes in other row orders run in natural order instead; see `toeplitz_passes`. Slopes need tokens alone.
+Passes in other row orders run in natural order instead; see `bias_passes.py`. Slopes need tokens alone.
 """
 
 import dataclasses
@@ -23,60 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ....masks.algebra import And, Mask, Or
-from ....masks.primitives import Strided
 from ....masks.states import EMPTY
-from ...planning.plan import Pass
-from ...planning.row_orders import RowOrder, RowOrderPair
-from ..call import Call
+from ...planning.row_orders import RowOrderPair
 from .kernel_masks import LANES
 
 SUBLANES = 8  # of a vector register
-
-
-# --- row orders ------------------------------------------------------------------------------------------------------
-
-
-def toeplitz_passes(call: Call, passes: tuple[tuple[Pass, ...], ...], head: int) -> tuple[tuple[Pass, ...], ...]:
-    """Returns the passes of a chain if distances are diagonals in all of them, else one in natural order.
-
-    ``head`` is the first head of the chain.
-    """
-    if all(distance_step(*x) is not None for x in passes):
-        return passes
-    mask, first = call.masks[head % len(call.masks)], passes[0][0]
-    return ((dataclasses.replace(first, q_order=mask.q_order, kv_order=mask.kv_order, mask=mask),),)
-
-
-def distance_step(block_pass: Pass | None = None) -> tuple[int, int] | None:
-    """Returns (step, offset) if all pairs of a pass are ``step * (column - row) + offset`` tokens apart, else None."""
-    if block_pass is None:  # its blocks are known at run time only, in natural order
-        return 1, 0
-    orders = block_pass.q_order, block_pass.kv_order
-    first_q, first_k = map(_first_of_contiguous, orders)
-    if first_q is not None and first_k is not None:
-        return 1, first_k - first_q
-    stride = orders[0].shape[-1]
-    is_residue_major = all(x == RowOrder.residue_major(x.length, stride) for x in orders)
-    if is_residue_major and orders[0].shape == orders[1].shape and _keeps_residue(block_pass.mask.mask, stride):
-        return stride, 0
-    return None
-
-
-def _first_of_contiguous(order: RowOrder) -> int | None:
-    """Returns the token of row 0 if row r is r tokens further, else None."""
-    if order.natural:
-        return 0
-    is_one_range = order == RowOrder.periodic(order.length, order.shape[-1], order.offset, order.offset + order.rows)
-    return order.offset if is_one_range and order.shape[0] == 1 else None
-
-
-def _keeps_residue(mask: Mask, stride: int) -> bool:
-    """True if a mask certainly allows no pairs of tokens of different residues of a stride."""
-    if isinstance(mask, And | Or):
-        sides = _keeps_residue(mask.left, stride), _keeps_residue(mask.right, stride)
-        return any(sides) if isinstance(mask, And) else all(sides)
-    return isinstance(mask, Strided) and mask.stride % stride == 0
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

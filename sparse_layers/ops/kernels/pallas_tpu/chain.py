@@ -23,7 +23,8 @@ from ..operands import Gradients, Operands, stacked_ids
 from ..pass_blocks import PassBlocks, blocks_of_pass, head_groups_of, join_heads, row_orders
 from ..transforms import vmap_as_batch
 from .backward_kernel import backward_pass
-from .biases import PassBias, PassTable, distance_step, toeplitz_passes
+from .bias_passes import distance_step, planned
+from .biases import PassBias, PassTable
 from .forward_kernel import forward_pass
 from .kernel_masks import LANES, as_bits
 from .launch import PassArrays, PassConfig, bias_unit, to_rows, to_tokens, vector
@@ -219,7 +220,7 @@ class _Heads:
         layout, table = None, None
         if self.bias_table is not None:
             distances = distance_step(*passes)
-            assert distances is not None  # see `toeplitz_passes`
+            assert distances is not None  # see `planned`
             step, offset = distances
             rows = orders[0].rows, orders[1].rows
             center = self.call.bias_center + offset
@@ -252,10 +253,8 @@ def _selecting_rows(call: Call, selection: Selection, backward: bool) -> int:
 
 def _heads_by_group(call: Call, operands: Operands) -> list[_Heads]:
     """Returns the heads by chain; without batch entries they have no passes."""
+    call, table = dataclasses.replace(call, plan=planned(call, operands)), operands.bias_table
     groups = head_groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
-    table = operands.bias_table
-    if table is not None:
-        groups = [dataclasses.replace(x, passes=toeplitz_passes(call, x.passes, x.first)) for x in groups]
     return [
         _Heads(call, operands, group, group.select(operands.query), None if table is None else group.select(table, 0))
         for group in groups
