@@ -136,28 +136,42 @@ def attention_step(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    index_size = scorer.index_features(head_size) if scorer is not None else 0
     if rope is not None:
         rope.pairs(head_size, size_name)
-        if index_size:
+        if scorer is not None and (index_size := scorer.index_features(head_size)):
             rope.pairs(index_size, "index_size")
     sizes = [int(length) for length in lengths.values()]
-    q_len, kv_len = sizes[0], sizes[-1]
-    step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope, relative_bias)
-    # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
+    step = AttentionStep(AttentionFn(masks, sizes[0], selection=scorer, **settings), rope, relative_bias)
+    check_traces(step, sizes, num_heads, num_kv_heads, head_size, dtype, relative_bias)
+    return step
+
+
+def check_traces(
+    step: AttentionStep,
+    lengths: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: Dtype | None,
+    relative_bias: RelativeBias | None,
+) -> None:
+    """Traces a step abstractly: a bad block size, soft cap, implementation or bias is refused now, not in a call.
+
+    The arguments are those of `attention_step`, without the names of lengths; a model may share ``relative_bias``.
+    """
+    q_len, kv_len = lengths[0], lengths[-1]
     query, key = (
         jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)
         for length, heads in ((q_len, num_heads), (kv_len, num_kv_heads))
     )
     index: Any = None
-    if index_size:
-        arrays = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
+    if step.fn.selection is not None and (size := step.fn.selection.index_features(head_size)):
+        arrays = (jax.ShapeDtypeStruct((1, q_len, heads, size), query.dtype) for heads in (num_kv_heads, 1))
         index = IndexProjections(*arrays)  # pyright: ignore[reportArgumentType] (shapes instead of arrays)
     bias = None if relative_bias is None else relative_bias.abstract_bias(num_heads, (q_len, kv_len))
     jax.eval_shape(
         lambda q, k, i, b: step(q, k, k, mask=CallInputs(None, None, index=i, bias=b)), query, key, index, bias
     )
-    return step
 
 
 def check_inputs(

@@ -31,7 +31,7 @@ from .options import BlockOptions
 from .relative_bias import RelativeBias
 from .rope import Rope, resolve_rope
 from .settings import check_array, check_ids, check_order, check_settings, check_stream, with_checked_settings
-from .step import check_positions
+from .step import check_positions, check_traces
 
 
 def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
@@ -99,7 +99,8 @@ def _layer_state(stacked: nnx.State, index: int) -> nnx.State:
     return jax.tree.map(layer_variable, stacked, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _make_head(features: int, vocab_size: int, init: Initializer, rngs: nnx.Rngs, **dtypes: Any) -> nnx.Linear:
+def _make_head(features: int, vocab_size: int, init: Initializer | None, rngs: nnx.Rngs, **dtypes: Any) -> nnx.Linear:
+    init = init or nnx.initializers.zeros
     return nnx.Linear(features, vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **dtypes)
 
 
@@ -235,8 +236,8 @@ class SparseTransformer(nnx.Module):
         settings = {"norm": norm, "norm_epsilon": norm_epsilon, "seq_len": seq_len, **shared, **options}
         make_block = functools.partial(SparseTransformerBlock, num_heads, features, num_layers=num_layers, **settings)
         self.blocks = self._make_blocks(make_block, cycles, rngs)
+        self._check_shared_bias()
         self.final_norm = make_model_norm()
-        head_init = head_init or nnx.initializers.zeros
         self.head = nnx.data(None) if tie_embeddings else _make_head(features, vocab_size, head_init, rngs, **shared)
 
     def _share_bias(
@@ -255,6 +256,15 @@ class SparseTransformer(nnx.Module):
         shape = relative_bias.table_shape(num_heads)
         self.shared_relative_bias, self._num_heads = relative_bias, num_heads
         self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
+
+    def _check_shared_bias(self) -> None:
+        """Refuses a shared bias that the implementation of a layer cannot compute."""
+        if self.shared_relative_bias is None:
+            return
+        layers = [block.attention for block in self.blocks if not isinstance(block.attention, MixerLayer)]
+        for step, x in {layer.attention_fn: layer for layer in layers}.items():
+            sizes = x.num_heads, x.num_kv_heads, x.head_dim
+            check_traces(step, [*x.lengths.values()], *sizes, x.dtype, self.shared_relative_bias)
 
     def _shared_bias(self) -> DistanceBias | None:
         if self.shared_relative_bias is None:

@@ -81,7 +81,7 @@ def names():
         "linen": linen,
         "on_mesh": on_mesh,
         "Biasless": Biasless,
-        "sharing": lambda bias: model(share_relative_bias=True, relative_bias=bias),
+        "sharing": lambda bias, **options: model(share_relative_bias=True, relative_bias=bias, **options),
         "N": N,
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
@@ -204,6 +204,13 @@ SETTINGS = [
     ("block(relative_bias=sl.GridBias((3, 3)))", ValueError, "bias", "(9, 9)", "(T, S) = (8, 8)"),
     ("sharing(sl.GridBias((3, 3)))", ValueError, "relative_bias=GridBias(", "(9, 9)", "must be all its"),
     ("sharing(sl.AlibiBias((1.0, 2.0)))", ValueError, "relative_bias=AlibiBias(", "got 2", "must be N = 4 numbers"),
+    (
+        "sharing(sl.GridBias((2, 4)), implementation='pallas_tpu')",
+        NotImplementedError,
+        "pallas_tpu: ",
+        "a bias by tokens, not on a grid",
+        "implementation=None or 'xla'",
+    ),
     ("attention(relative_bias=Biasless())", TypeError, "Biasless.make_bias", "got None", "must return a DistanceBias"),
     ("block(relative_bias=Biasless(4))", TypeError, "Biasless.table_shape", "got 4", "must return a tuple of integers"),
     (
