@@ -44,28 +44,36 @@ _MASK = (
         + _PADDING
     ),
 )
+_OF_MODEL = tuple(
+    (name, "a model gets its bias when it is made: SparseTransformer(..., relative_bias=sl.AlibiBias())")
+    for name in ("tokens", "prompts")
+)
+_LOGITS_BIAS = (
+    (
+        "bias",
+        "a bias by head and distance is bias=sl.DistanceBias(table), sl.alibi(num_heads) or sl.t5_bias(buckets); one "
+        "of 0 and -inf is a mask, {pattern}",
+    ),
+    *_OF_MODEL,
+    *_say(
+        "a bias by head and distance is bias=sl.DistanceBias(table) of sl.block_sparse_attention; one of 0 and -inf is "
+        "a mask, {pattern}"
+    ),
+)
 _BIAS = (
     (
         "relative_bias",
         "for projections it is called use_bias= here (Haiku: with_bias=); for logits, relative_bias=sl.AlibiBias()",
     ),
     *_rename("use_bias", "with_bias"),
-    (
-        "bias",
-        "a bias by head and distance is bias=sl.DistanceBias(table), sl.alibi(num_heads) or sl.t5_bias(buckets); one "
-        "of 0 and -inf is a mask, {pattern}",
-    ),
-    *_say(
-        "a bias by head and distance is bias=sl.DistanceBias(table) of sl.block_sparse_attention; one of 0 and -inf is "
-        "a mask, {pattern}"
-    ),
+    *_LOGITS_BIAS,
 )
 _RELATIVE = (
     (
         "relative_bias",
         "relative_bias= is sl.AlibiBias(), sl.T5Bias(bidirectional=True), sl.LearnedBias(64) or sl.GridBias(shape)",
     ),
-    *_BIAS,
+    *_LOGITS_BIAS,
 )
 _SIDES = (
     "sl.Window(left, right) counts tokens on each side beside the query, None for no limit; window_size=(255, 0) is "
@@ -215,6 +223,7 @@ HINTS: dict[str, Hints] = {
     **dict.fromkeys(("bias", "attn_bias", "ab"), _BIAS),
     "relative_bias": (
         ("bias", "a call takes bias=sl.alibi(num_heads), sl.DistanceBias(table) or sl.t5_bias(buckets)"),
+        *_OF_MODEL,
     ),
     **dict.fromkeys(("alibi", "use_alibi", "alibi_slopes", "position_bias", "relative_attention_bias"), _RELATIVE),
     **dict.fromkeys(("scale", "softmax_scale", "sm_scale", "scaling", "qk_scale"), _of_layer("scale")),
@@ -273,7 +282,7 @@ HINTS: dict[str, Hints] = {
     ),
     "k": (("query", "it is called key= here"), *_rename("top_k"), *_KEYS),
     "v": (("query", "it is called value= here"), *_KEYS),
-    "key": (*_rename("inputs_kv", "rngs"), *_KEYS),
+    "key": (*_rename("rngs"), *_KEYS),
     **dict.fromkeys(("value", "inputs_k", "inputs_v", "inputs_kv", "encoder_hidden_states"), _KEYS),
     **dict.fromkeys(("position_ids", "input_positions"), _POSITIONS),
     "cache_position": _rename("position", "start"),
