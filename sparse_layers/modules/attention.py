@@ -1,6 +1,5 @@
 """`SparseSelfAttention`: Flax's multi-head attention whose attention step follows a sparsity pattern."""
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any, Unpack
 
@@ -15,13 +14,12 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer
 from .attention_fn import Pattern
-from .core import AttentionCore
 from .index import IndexLoss
 from .options import PrefillOptions, SelfAttentionOptions, StepOptions
 from .relative_bias import RelativeBias
 from .rope import Rope
 from .sparse_attention import SparseAttention
-from .step import CallInputs, check_inputs
+from .step import check_inputs
 
 
 def _refuse_decode(decode: bool | None) -> None:
@@ -231,10 +229,8 @@ class SparseSelfAttention(SparseAttention):
         _refuse_decode(decode or self.decode)
         options = segment_ids, selection, sow_weights, positions, order_ids
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *options)
-        core = self._core
-        index = core.index(inputs, None if self.deterministic else [])
-        shared = segment_ids, core.sinks, selection, index, positions, order_ids
-        call_inputs = CallInputs(*shared, core.make_bias(bias), core.gate(inputs))
+        losses = None if self.deterministic else []
+        call_inputs = self._core.call_inputs(inputs, segment_ids, selection, positions, losses, order_ids, bias)
         out = super().__call__(
             inputs,
             mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
@@ -242,8 +238,8 @@ class SparseSelfAttention(SparseAttention):
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,
         )
-        if index is not None and self.index_loss is not None and index.losses:
-            self.index_loss[...] = index.losses[0]
+        if self.index_loss is not None and losses:
+            self.index_loss[...] = losses[0]
         return out
 
     @strict_kwargs
@@ -317,9 +313,3 @@ class SparseSelfAttention(SparseAttention):
           NotImplementedError: a selection where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
         return self._core.decode_step(inputs, cache, position, **options)
-
-    @property
-    def _core(self) -> AttentionCore:
-        values: dict[str, Any] = {"sinks": self._sinks, "bias_table": self._bias_table, "step": self.attention_fn}
-        names = {field.name for field in dataclasses.fields(AttentionCore)} - values.keys()
-        return AttentionCore(**{name: getattr(self, name) for name in names}, **values)

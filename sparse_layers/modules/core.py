@@ -57,24 +57,25 @@ class AttentionCore:
     sinks: jax.Array | None = None
     bias_table: jax.Array | None = None
 
-    def attend(
+    def attend(self, inputs_q: jax.Array, inputs_k: jax.Array, inputs_v: jax.Array, *args, **options) -> jax.Array:
+        """Applies the layer to checked inputs; the other arguments are those of `call_inputs`."""
+        query, key, value = self._project(inputs_q, inputs_k, inputs_v)
+        call_inputs = self.call_inputs(inputs_q, *args, **options)
+        return self.out(self.step(query, key, value, mask=call_inputs, dtype=self.dtype))
+
+    def call_inputs(
         self,
         inputs_q: jax.Array,
-        inputs_k: jax.Array,
-        inputs_v: jax.Array,
         segment_ids: Any = None,
         selection: Selection | None = None,
         positions: jax.Array | None = None,
         losses: list[jax.Array] | None = None,
         order_ids: Any = None,
         bias: DistanceBias | None = None,
-    ) -> jax.Array:
-        """Applies the layer to checked inputs; ``losses`` receives the loss of a scorer's index."""
-        query, key, value = self._project(inputs_q, inputs_k, inputs_v)
-        index = self.index(inputs_q, losses)
-        shared = segment_ids, self.sinks, selection, index, positions, order_ids
-        call_inputs = CallInputs(*shared, self.make_bias(bias), self.gate(inputs_q))
-        return self.out(self.step(query, key, value, mask=call_inputs, dtype=self.dtype))
+    ) -> CallInputs:
+        """Returns the inputs of a call besides query, key and value; ``losses`` receives that of a scorer's index."""
+        shared = segment_ids, self.sinks, selection, self.index(inputs_q, losses), positions, order_ids
+        return CallInputs(*shared, self.make_bias(bias), self.gate(inputs_q))
 
     def prefill(
         self,

@@ -12,7 +12,7 @@ from .attention_fn import Pattern
 from .options import CrossOptions
 from .relative_bias import RelativeBias
 from .sparse_attention import SparseAttention
-from .step import CallInputs, check_inputs
+from .step import check_inputs
 
 
 class SparseCrossAttention(SparseAttention):
@@ -136,9 +136,7 @@ class SparseCrossAttention(SparseAttention):
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         features = [self.in_features, self.in_kv_features]
         check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights, order_ids=order_ids)
-        gate = None if self.out_gate is None else self.out_gate(inputs_q)
-        shared: Any = {"order_ids": order_ids, "bias": self._make_bias(bias), "gate": gate}
-        call_inputs = CallInputs(segment_ids, self._sinks, selection, **shared)
+        call_inputs = self._core.call_inputs(inputs_q, segment_ids, selection, order_ids=order_ids, bias=bias)
         return super().__call__(
             inputs_q,
             inputs_kv,

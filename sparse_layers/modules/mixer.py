@@ -28,8 +28,8 @@ class Mixer:
       chunks has arguments ``cache``, that of the chunk before, and ``start``, the number of tokens before the chunk.
     * ``decode_step(x, cache, position)`` of x [B, F] and position [B] returns (out [B, F], cache).
 
-    A call passes ``segment_ids``, ``order_ids``, ``selection`` and ``positions`` on if the caller gives them. It passes
-    no bias on: a model's ``relative_bias`` is for its attention layers, also with ``share_relative_bias``.
+    A call passes ``segment_ids``, ``order_ids``, ``selection``, ``positions`` and, of a block, ``bias`` on if the
+    caller gives them. A model's ``relative_bias`` does not reach the layer, nor does one that layers share.
 
     Args:
       make: a function that makes the layer from rngs, ``lambda rngs: MyLayer(64, rngs=rngs)``.

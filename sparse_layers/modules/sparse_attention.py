@@ -1,5 +1,6 @@
 """`SparseAttention`: Flax's multi-head attention layer whose attention step follows a pattern."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Unpack
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
+from flax.typing import Dtype
 
 from ..masks.algebra import Mask
-from ..ops.kernels.distance_bias import DistanceBias
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, scorer_of
 from .attention_fn import Pattern
+from .core import AttentionCore
 from .options import CrossOptions, KernelOptions
 from .relative_bias import RelativeBias
 from .rope import Rope, resolve_rope
@@ -33,6 +35,11 @@ class JointRMSNorm(nnx.RMSNorm):
     def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns normalized heads, an array like x."""
         return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+
+
+def make_zeros(shape: tuple[int, ...] | None, dtype: Dtype) -> Any:
+    """Returns a parameter of zeros, or None as data of a module."""
+    return nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, dtype))
 
 
 class SparseAttention(nnx.MultiHeadAttention):
@@ -106,12 +113,9 @@ class SparseAttention(nnx.MultiHeadAttention):
         self.cache_dtype = cache_dtype
         for name, length in lengths.items():
             setattr(self, name, length)
-        self.sinks = self._make_zeros((num_heads,) if use_sinks else None)
-        self.bias_table = self._make_zeros(step.table_shape(num_heads))
+        self.sinks = make_zeros((num_heads,) if use_sinks else None, self.param_dtype)
+        self.bias_table = make_zeros(step.table_shape(num_heads), self.param_dtype)
         self.out_gate = self._make_gate(gate, "query" in biases, flax_options, rngs)
-
-    def _make_zeros(self, shape: tuple[int, ...] | None) -> Any:
-        return nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, self.param_dtype))
 
     def _make_gate(self, gate: bool | str, use_bias: bool, options: Mapping[str, Any], rngs: nnx.Rngs) -> Any:
         """Returns the projection to the gates of heads, with Flax's options of the query projection, or None."""
@@ -162,14 +166,11 @@ class SparseAttention(nnx.MultiHeadAttention):
         """The bias of logits, whose table is ``bias_table``."""
         return self.attention_fn.relative_bias
 
-    def _make_bias(self, bias: DistanceBias | None) -> DistanceBias | None:
-        """Returns the layer's bias, or that of a call."""
-        return self.attention_fn.make_bias(self._bias_table, self.num_heads, bias)
-
     @property
-    def _bias_table(self) -> jax.Array | None:
-        return None if self.bias_table is None else self.bias_table[...]
-
-    @property
-    def _sinks(self) -> jax.Array | None:
-        return None if self.sinks is None else self.sinks[...]
+    def _core(self) -> AttentionCore:
+        values: dict[str, Any] = {"step": self.attention_fn}
+        for name, param in (("sinks", self.sinks), ("bias_table", self.bias_table)):
+            values[name] = None if param is None else param[...]
+        names = {field.name for field in dataclasses.fields(AttentionCore)} - values.keys()
+        # Cross-attention has no projections of an index.
+        return AttentionCore(**{name: getattr(self, name) for name in names if hasattr(self, name)}, **values)

@@ -31,6 +31,7 @@ from .options import BlockOptions
 from .relative_bias import RelativeBias
 from .rope import Rope, resolve_rope
 from .settings import check_array, check_ids, check_order, check_settings, check_stream, with_checked_settings
+from .sparse_attention import make_zeros
 from .step import check_positions, check_traces
 
 
@@ -253,9 +254,8 @@ class SparseTransformer(nnx.Module):
         if any(as_nsa(pattern) is not None for pattern in patterns):
             raise ValueError(f"relative_bias must be None where patterns have NSA, whose layer knows no bias, {got}")
         relative_bias.abstract_bias(num_heads, (seq_len, seq_len))  # refuses what does not fit, now
-        shape = relative_bias.table_shape(num_heads)
         self.shared_relative_bias, self._num_heads = relative_bias, num_heads
-        self.bias_table = nnx.data(None) if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
+        self.bias_table = make_zeros(relative_bias.table_shape(num_heads), param_dtype)
 
     def _check_shared_bias(self) -> None:
         """Refuses a shared bias that the implementation of a layer cannot compute."""

@@ -64,20 +64,17 @@ def _gather_selected(
     heads, start, tokens, seen = layout.selected_tokens(position, ids, block)
     index, kv_heads, width = layout.full_store_index(), layout.num_kv_heads, min(block, layout.length)
 
-    def blocks(array: Rows) -> Rows:
-        return jax.tree.map(blocks_of_leaf, array)
-
-    def blocks_of_leaf(array: jax.Array) -> jax.Array:
+    def blocks(array: jax.Array) -> jax.Array:
         def one_block(x, first):
             return jax.lax.dynamic_slice_in_dim(x, first, width, axis=1)
 
         slices = jax.vmap(jax.vmap(jax.vmap(one_block, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
         return slices.reshape(*tokens.shape, array.shape[-1])
 
-    keys, values = (side[index] for side in arrays)
+    keys, values = (jax.tree.map(blocks, side[index]) for side in arrays)
     # Rows outside of the selection may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-    selected_values = jax.tree.map(lambda x: jnp.where(seen.any(2)[..., None], x, 0), blocks(values))
-    return heads, [(blocks(keys), selected_values, tokens - position[:, None, None], seen)]
+    values = jax.tree.map(lambda x: jnp.where(seen.any(2)[..., None], x, 0), values)
+    return heads, [(keys, values, tokens - position[:, None, None], seen)]
 
 
 def _attend(
