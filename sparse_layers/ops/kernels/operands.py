@@ -80,7 +80,7 @@ OPERANDS = {
     "bias_table": Operand(
         "n l", "a bias with a table", "backend", backends=("pallas_tpu", "triton", "xla", "reference")
     ),
-    "bias_slopes": Operand("n", "a bias with slopes", backends=("pallas_tpu", "triton", "xla", "reference")),
+    "bias_slopes": Operand("n", "a bias with slopes", backends=("pallas_tpu", "hopper", "triton", "xla", "reference")),
 }
 
 

@@ -82,18 +82,19 @@ def run(kernel, grid, arguments, constants, seed=0, replacements=None):
     """Runs the programs of a grid, one after the other, and changes output arrays in place.
 
     Args:
-      arguments: the kernel's first parameters: numpy arrays, `Tiles` of such, and numbers.
-      constants: the others, by name.
+      arguments: the kernel's other parameters, in their order: numpy arrays, `Tiles` of such, and numbers.
+      constants: compile-time constants, and None for arrays that there are not, by name.
       seed: which partition goes first, of all orders there are.
       replacements: other functions for those that kernels call, by function or by name.
     """
     with LOCK, np.errstate(all="ignore"):  # infinities and NaNs are as welcome as on a GPU
         MACHINE.launch(kernel.fn.__name__, (*grid, 1, 1)[:3], seed)
         function = Functions(replacements or {}).interpreted(kernel)
-        parameters = [parameter(name, value) for name, value in zip(kernel.arg_names, arguments, strict=False)]
+        names = [name for name in kernel.arg_names if name not in constants]
+        parameters = {name: parameter(name, value) for name, value in zip(names, arguments, strict=True)}
         for program in itertools.product(*map(range, MACHINE.grid)):
             MACHINE.begin(program)
-            function(*parameters, **constants)
+            function(**parameters, **constants)
             MACHINE.current.end()
             if any(barrier.loads for barrier in MACHINE.barriers.values()):
                 raise bug("ends before all that it loads has arrived")

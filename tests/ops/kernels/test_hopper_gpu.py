@@ -167,6 +167,12 @@ CASES = [
     Case("136-72", sl.Causal(), 140, sizes=(136, 72), batch=1),
     Case("72-200", sl.Causal(), 140, sizes=(72, 200), batch=1, heads=(2, 1)),
     Case("cut-long-blocks", FIXED_32, 800, heads=(8, 1), batch=1, split=True, fwd=(128, 256), bwd=(256, 128)),
+    # Biases by slopes, one of them negative.
+    Case("alibi", sl.Causal(), 300, heads=(4, 2), batch=1, sinks=True, slopes=(0.7, 0.05, 0.2, -0.01)),
+    Case("alibi-documents", sl.Causal(), 256, sizes=(128, 128), segments=(DOCUMENTS, PADDED), slopes=(0.5, 0.01)),
+    Case("alibi-strided", STRIDED_4, 512, heads=(4, 2), batch=1, split=True, slopes=(0.1, 0.003, 0.2, 0.05)),
+    Case("alibi-fixed", FIXED_32, 512, batch=1, split=True, shared=True, slopes=(0.1, 0.003)),
+    Case("256-alibi", sl.Window(70), 200, sizes=(256, 256), heads=(2, 1), batch=1, slopes=(0.5, 0.01)),
 ]
 
 

@@ -75,11 +75,13 @@ from .tiles import (
     expect_tile,
     load_ids,
     load_mask_words,
+    load_slope,
     load_span,
     scale_log2,
     select_columns,
     tile_coordinates,
     to_logits,
+    token_of,
     unravel_work_tile,
 )
 
@@ -231,6 +233,22 @@ def apply_mask(scores, mask_words, entry, q_tile_in_block, lists, A: gl.constexp
 
 
 @gluon.jit
+def initial_scores(neg_lse, q_row, slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, F: gl.constexpr,
+                   LAYOUT: gl.constexpr):  # fmt: skip
+    """Returns scores [64, M] to which k . q is added: 0, or -lse if logits are only scaled, plus the bias of ALiBi.
+
+    With ALiBi, ``neg_lse`` has the bias from the first query of the step, at ``q_row``, to the others.
+    """
+    scores = gl.zeros([GROUP_ROWS, F.M], gl.float32, LAYOUT)
+    if A.ALIBI:
+        distance = key_tokens - token_of(q_row, Q)  # [64]
+        scores = neg_lse + (distance.to(gl.float32) * slope)[:, None]
+    elif scale_log2(A.SCALE, A.CAP) != 1.0:
+        scores, _ = gl.broadcast(neg_lse, scores)
+    return scores
+
+
+@gluon.jit
 def recompute_p(scores, neg_lse, A: gl.constexpr):
     """Recomputes p = exp(logits - lse) <= 1, see `reduced_lse`, from ``scores`` after `to_logits` and scaled -lse.
 
@@ -257,7 +275,7 @@ def times_cap_derivative(x, scores, A: gl.constexpr):
 
 @gluon.jit
 def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, descs, buffers, ready, free, lists, batch,
-                    pass_head, kv_ids, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+                    pass_head, kv_ids, slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
                     F: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
                     DKV_LAYOUT: gl.constexpr):  # fmt: skip
     """Adds the products of entries first .. end - 1 of a list to dk, dv [64, D] in registers and dq in memory.
@@ -294,9 +312,8 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
                 mask_words = apply_ids(mask_words, kv_ids, lists.q_ids, batch, row, Q, A, False)
         mbarrier.wait(ready.q.index(stage), pipeline_step // F.STAGES & 1)
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
-        scores = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
-        if scale_log2(A.SCALE, A.CAP) != 1.0:
-            scores, _ = gl.broadcast(neg_lse, scores)
+        q_row = q_block * Q.BLOCK + q_tile_in_block * M
+        scores = initial_scores(neg_lse, q_row, slope, key_tokens, A, Q, F, S_LAYOUT)  # [64, M]
         scores = warpgroup_mma(k_tile.slice(FIRST_KEY, GROUP_ROWS, 0), q_tile.permute((1, 0)), scores, is_async=True)
         mbarrier.wait(ready.dout.index(stage), pipeline_step // F.STAGES & 1)
         dp = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
@@ -358,8 +375,8 @@ def store_gradient(x, desc, buffer, batch, row, kv_head, SIZE: gl.constexpr, DKV
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr,
-              KV: gl.constexpr, DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists, slopes, A: gl.constexpr,
+              Q: gl.constexpr, KV: gl.constexpr, DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes dk and dv of 64 of the keys, and half of the columns of dq."""
     D: gl.constexpr = A.D
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.M, 16])
@@ -369,6 +386,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     row = work_tile.row + GROUP * GROUP_ROWS
     key_rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     kv_ids = load_ids(lists.kv_ids, batch, key_rows, KV, A)  # [64] each
+    key_tokens = token_of(key_rows, KV)  # [64]
     dk = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
     dv = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
     pipeline_step = 0
@@ -376,13 +394,14 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     mbarrier.wait(ready.kv.index(1), 0)
     for pass_head in range(work_tile.first_head, work_tile.end_head):
         first, first_partial, end = load_entry_range(lists.spans, work_tile, pass_head, A, L)
+        slope = load_slope(slopes, pass_head, A)
         pipeline_step, dk, dv = _backward_steps(first, first_partial, pipeline_step, dk, dv, GROUP, descs, buffers,
-                                                ready, free, lists, batch, pass_head, kv_ids, A, Q, KV, L, F, False,
-                                                S_LAYOUT, DKV_LAYOUT)  # fmt: skip
+                                                ready, free, lists, batch, pass_head, kv_ids, slope, key_tokens, A, Q,
+                                                KV, L, F, False, S_LAYOUT, DKV_LAYOUT)  # fmt: skip
         _, first_partial, end = load_entry_range(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
         pipeline_step, dk, dv = _backward_steps(first_partial, end, pipeline_step, dk, dv, GROUP, descs, buffers,
-                                                ready, free, lists, batch, pass_head, kv_ids, A, Q, KV, L, F, True,
-                                                S_LAYOUT, DKV_LAYOUT)  # fmt: skip
+                                                ready, free, lists, batch, pass_head, kv_ids, slope, key_tokens, A, Q,
+                                                KV, L, F, True, S_LAYOUT, DKV_LAYOUT)  # fmt: skip
     store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, D, DKV, F)
     store_gradient(dv, descs.dv, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, D, DKV, F)
     tma.store_wait(0)
@@ -394,7 +413,7 @@ def hopper_backward_kernel(
     dout,  # [B, *axes of Q, HEADS, HV], likewise
     k,  # [B, *axes of KV, KV_HEADS, H], a box has N = KV.BLOCK rows
     v,  # [B, *axes of KV, KV_HEADS, HV]
-    lse,  # float32 [B * PASS_HEADS, Q.ROWS] by row, a box has M of a row; see `scaled_neg_lse`
+    lse,  # float32 [B * PASS_HEADS, Q.ROWS] by row, a box has M of a row; see `scaled_neg_lse`, `initial_scores`
     delta,  # float32 [B * PASS_HEADS, Q.ROWS] by row: -SCALE * delta
     work_tiles,  # int32 [programs]: the number of the work tile of each program
     spans,  # this and all up to ``mask_bits``: as in `hopper_forward_kernel`, by blocks of keys
@@ -405,6 +424,7 @@ def hopper_backward_kernel(
     q_ids,
     kv_ids,
     splits,  # int32 [NUM_SPLITS, 5], see `schedule.split_long_lists`; any array if there are none
+    slopes,  # float32 [HEADS], divided by SCALE, if ALIBI; else None
     earlier_dq,  # dq, dk and dv of earlier passes, to which results are added in place; any array where there are none
     earlier_dk,
     earlier_dv,
@@ -440,8 +460,8 @@ def hopper_backward_kernel(
     schedule = SplitSchedule(work_tiles, splits)
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
-            (_consumer, (1, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
+            (_consumer, (0, descs, buffers, ready, free, schedule, lists, slopes, A, Q, KV, DKV, L, F)),
+            (_consumer, (1, descs, buffers, ready, free, schedule, lists, slopes, A, Q, KV, DKV, L, F)),
             (produce, (descs, buffers, ready, free, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],

@@ -73,12 +73,14 @@ from .tiles import (
     expect_tile,
     load_ids,
     load_mask_words,
+    load_slope,
     load_span,
     multiply_transposed,
     scale_log2,
     select_columns,
     tile_coordinates,
     to_logits,
+    token_of,
     unravel_work_tile,
 )
 
@@ -98,6 +100,13 @@ class ForwardConstants(NamedTuple):
     OUT_REPLACES_Q: bool  # True if out leaves through the only tile of q; results of an earlier pass would overwrite it
     HAS_SINKS: bool  # True if there are sinks
     HAS_EARLIER: bool  # True if there are results of an earlier pass
+
+
+class AlibiRows(NamedTuple):
+    """What ALiBi needs to know of the queries of a group; any numbers without slopes."""
+
+    slope: Any  # of the query head, divided by SCALE
+    token: Any  # [64]
 
 
 class WorkQueue(NamedTuple):
@@ -259,6 +268,29 @@ def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constex
 
 
 @gluon.jit
+def _first_key_row(lists, step, KV: gl.constexpr, F: gl.constexpr):
+    """Loads the row of the first key of a step."""
+    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
+    return gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
+
+
+@gluon.jit
+def _initial_scores(step, alibi, key_offsets, lists, A: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
+                    LAYOUT: gl.constexpr):  # fmt: skip
+    """Returns scores [64, N] to which q . k is added: 0, or slope * (key - query), ALiBi without future keys.
+
+    Distances count from the first key of the step, so that float32 rounds the bias of near keys by 2 ** -24 of
+    slope * N, in natural order. The query's part of the bias would not change weights, but lse and soft caps need it.
+    """
+    if A.ALIBI:
+        distance = token_of(_first_key_row(lists, step, KV, F), KV) - alibi.token  # [64]
+        first_bias = distance.to(gl.float32) * alibi.slope
+        return first_bias[:, None] + key_offsets.load(LAYOUT) * alibi.slope
+    else:
+        return gl.zeros([GROUP_ROWS, F.N], gl.float32, LAYOUT)
+
+
+@gluon.jit
 def _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Sets scores [64, N] of a partial step to -inf where the mask, selection or ids exclude the pair."""
@@ -268,7 +300,7 @@ def _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A: g
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, mask_words.type.layout)) + row_in_tile
         mask_words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, mask_words, 0)
     if A.NUM_IDS > 0:
-        k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
+        k_row = _first_key_row(lists, step, KV, F)
         mask_words = apply_ids(mask_words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
     return apply_mask_bits(scores, mask_words, F.N, LAYOUT, A)
 
@@ -292,7 +324,7 @@ def _softmax(scores, m_i, l_i, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr, O
 
 @gluon.jit
 def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_ids,
-                  A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
+                  alibi, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
                   MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):  # fmt: skip
     """Computes steps first .. end - 1. On entry and on return p @ v of the last step is still to be added.
 
@@ -309,10 +341,10 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         if MASKED:  # loaded first, for this takes long
             mask_tile = gl.load(lists.mask_tiles + step // STEPS_PER_BLOCK)
             mask_words = _load_mask_words(lists, mask_tile, step % STEPS_PER_BLOCK, row_in_tile, Q, KV, F, S_LAYOUT)
+        scores = _initial_scores(step, alibi, buffers.key_offsets, lists, A, KV, F, S_LAYOUT)  # [64, N]
         mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
         k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-        scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
-        scores = multiply_transposed(q_tile, k_tile, scores, False, A.DEPTH)
+        scores = multiply_transposed(q_tile, k_tile, scores, A.ALIBI, A.DEPTH)
         p = unpack(packed_p, q_tile.dtype, GROUP_ROWS, N, LHS_LAYOUT)
         acc = warpgroup_mma(p, as_matrix(buffers.v.index(stage), N, A.DV), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -423,6 +455,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
         lse_index = (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row
         q_ids = load_ids(lists.q_ids, batch, row, Q, A)
+        alibi = AlibiRows(load_slope(rows.slopes, pass_head, A), token_of(row, Q))
         m_i = initial_m_i  # [64]: the largest logit so far, to base 2
         l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
         acc = gl.zeros([GROUP_ROWS, DV], gl.float32, O_LAYOUT)  # [64, DV]: the sum of p @ v
@@ -437,9 +470,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         if end > first:
             stage = pipeline_step % F.KV_STAGES
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
-            scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
+            scores = _initial_scores(first, alibi, buffers.key_offsets, lists, A, KV, F, S_LAYOUT)  # [64, N]
             k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-            scores = multiply_transposed(q_tile, k_tile, scores, False, A.DEPTH)
+            scores = multiply_transposed(q_tile, k_tile, scores, A.ALIBI, A.DEPTH)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
@@ -453,10 +486,10 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             pipeline_step += 1
             partial_from = gl.maximum(first_partial, first + 1)
             pipeline_step, state = _attend_steps(first + 1, partial_from, pipeline_step, state, q_tile, buffers, ready,
-                                                 free, lists, row_in_tile, batch, q_ids, A, Q, KV, L, F, False,
+                                                 free, lists, row_in_tile, batch, q_ids, alibi, A, Q, KV, L, F, False,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             pipeline_step, state = _attend_steps(partial_from, end, pipeline_step, state, q_tile, buffers, ready,
-                                                 free, lists, row_in_tile, batch, q_ids, A, Q, KV, L, F, True,
+                                                 free, lists, row_in_tile, batch, q_ids, alibi, A, Q, KV, L, F, True,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
             if F.Q_STAGES == 1 and not F.OUT_REPLACES_Q:
@@ -505,6 +538,7 @@ def hopper_forward_kernel(
     mask_bits,  # int32 [1 + tiles, Q.BLOCK, KV.BLOCK / 32]
     q_ids,  # int32 [B, NUM_IDS, Q.ROWS] by row: segment ids, -2 in padding; order ids
     kv_ids,  # int32 [B, NUM_IDS, KV.ROWS] by row: segment ids, -1 in padding; order ids
+    slopes,  # float32 [HEADS], divided by SCALE, if ALIBI; else None
     sinks,  # float32 [HEADS], if HAS_SINKS
     earlier_lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row, if HAS_EARLIER
     out,  # a descriptor like that of ``earlier_out``; boxes of both have all DV columns, or half of them
@@ -525,10 +559,17 @@ def hopper_forward_kernel(
     out_buffer = q_buffer
     if not F.OUT_REPLACES_Q:
         out_buffer = allocate_buffers(out, GROUPS)
+    key_offsets = None  # float32 [1, N]: tokens from the first key of a step
+    if A.ALIBI:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+        key_offsets = gl.allocate_shared_memory(gl.float32, [1, F.N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        key_row = gl.arange(0, F.N, layout=gl.SliceLayout(0, LAYOUT))
+        key_offsets.store((token_of(key_row, KV) - token_of(0, KV)).to(gl.float32)[None, :])
     buffers = Buffers(
         q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
         k=allocate_buffers(k, F.KV_STAGES),  # [KV_STAGES, N, D]
         v=allocate_buffers(v, F.KV_STAGES),  # [KV_STAGES, N, DV]
+        key_offsets=key_offsets,
         out=out_buffer,  # [GROUPS, 64, DV], or half of the columns
     )
     q_ready, q_free = allocate_barriers(F.Q_STAGES * GROUPS, 1), allocate_barriers(F.Q_STAGES * GROUPS, 1)
@@ -539,7 +580,7 @@ def hopper_forward_kernel(
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
     lists = HopperBlockLists(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
-    rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
+    rows = RowPointers(slopes=slopes, sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     if GROUPS == 1:
         gl.warp_specialize(
             [

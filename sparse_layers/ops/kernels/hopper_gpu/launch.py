@@ -13,6 +13,7 @@ import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
 from ...planning.block_lists import MAX_QUERY_GROUPS, BlockLists, BlockPairs, planned_block_pairs
+from ...planning.causality import is_causal
 from ...planning.plan import Pass
 from ...planning.row_orders import RowOrder
 from ..call import Call
@@ -113,6 +114,8 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         if direction == "backward":
             needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
         return f"the Hopper {needed}, got {rows} queries and {block} keys"
+    if operands.bias_slopes is not None and (reason := _bias_unsupported(group_pass.call)) is not None:
+        return reason
     entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in group_pass.passes)
     if entries * walked // settings.GROUP_ROWS >= 1 << 31:
         return "the Hopper kernels count steps in 32 bits, and this pass has more"
@@ -133,6 +136,18 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
     return None
 
 
+def _bias_unsupported(call: Call) -> str | None:
+    """Returns why these kernels cannot add the slopes of a bias to logits, or None."""
+    if call.bias_orders is not None:
+        return "the Hopper kernels count the distances of a bias by tokens"
+    if softmax_scale_log2(call.scale, call.soft_cap or 0.0) == 1.0:
+        return "the Hopper kernels add a bias before the scale, which must be positive, and know no soft cap of it"
+    plan = call.plan
+    if plan is None or plan.q_len != plan.kv_len or not all(is_causal(mask, plan.q_len) for mask in plan.masks):
+        return "the Hopper kernels take a bias with a static, causal mask, as many queries as keys"
+    return None
+
+
 def has_one_group(operands: Operands) -> bool:
     """True if a program of the forward kernel has one group: 64 queries select blocks, and heads are 128 at most."""
     selection, size = operands.selection, max(operands.query.shape[-1], operands.value.shape[-1])
@@ -140,9 +155,10 @@ def has_one_group(operands: Operands) -> bool:
 
 
 def can_fuse(group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
-    """True if one kernel can compute two supported passes: forward, with static lists."""
-    is_static = group_pass.operands.segments is None and group_pass.passes[0].fwd_shape == second.passes[0].fwd_shape
-    return direction == "forward" and is_static and group_pass.same_rows(second)
+    """True if one kernel can compute two supported passes: forward, with static lists and no bias."""
+    operands, shapes = group_pass.operands, [x.passes[0].fwd_shape for x in (group_pass, second)]
+    fits = operands.segments is None and operands.bias_slopes is None and shapes[0] == shapes[1]
+    return direction == "forward" and fits and group_pass.same_rows(second)
 
 
 def forward(
@@ -178,6 +194,7 @@ def forward(
         ),
         _descriptor(query if earlier is None else earlier.arrays[0], order, prepared.tile_queries, out_columns),
         *prepared.list_arrays,
+        *_slopes(group_pass),
         unused if sinks is None else sinks,
         unused if earlier is None else _by_row(earlier.arrays[1], prepared.q, 0.0),
     ]
@@ -216,8 +233,11 @@ def dqkv(
     q, kv, tile_queries = prepared.q, prepared.kv, prepared.tile_queries
     keys = settings.tile_keys(kv.tile, sizes.query_key)
     lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
-    lse = scaled_neg_lse(lse, group_pass.call)
-    scalars = _by_row(lse, q, -jnp.inf), _by_row(delta * -group_pass.call.scale, q, 0.0)
+    lse = _by_row(scaled_neg_lse(lse, group_pass.call), q, -jnp.inf)
+    for slopes in _slopes(group_pass):
+        offsets = views.box_offsets(q.order, tile_queries)  # of queries from the first one of a step
+        lse -= slopes[group_pass.first :: group_pass.step, None] * np.tile(offsets, lse.shape[-1] // tile_queries)
+    scalars = lse, _by_row(delta * -group_pass.call.scale, q, 0.0)
     # The kernel adds in place to earlier gradients: to dq in float32, and to dk and dv of all keys if these may be
     # rounded from pass to pass, or are sums over splits.
     dq = jnp.zeros((*query.shape[:2], group_pass.heads, query.shape[-1]), jnp.float32)
@@ -240,6 +260,7 @@ def dqkv(
         _descriptor(value, kv.order, keys, sizes.value),
         *(bridge.TensorDescriptor.of(x.reshape(-1, x.shape[-1]), (1, tile_queries)) for x in scalars),
         *prepared.list_arrays,
+        *_slopes(group_pass),
     ]
     aliases = {len(arrays) + i: i for i, x in enumerate(initial) if x is not None}
     arrays += [jnp.zeros((1,), jnp.float32) if x is None else x for x in initial]
@@ -333,6 +354,12 @@ def _descriptor(array: Any, order: RowOrder, rows: int, columns: int) -> bridge.
     return bridge.TensorDescriptor(array, (batch, *lengths, *shape), (length * vector, *strides, *last), (1, *box))
 
 
+def _slopes(group_pass: GroupPass) -> list[jax.Array]:
+    """Returns the slopes of a bias by query head, in units of q . k; no array where there are none."""
+    slopes = group_pass.operands.bias_slopes
+    return [] if slopes is None else [slopes / np.float32(group_pass.call.scale)]
+
+
 def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:
     """Gathers [B, heads, length] by token to [B, heads, rows of all blocks]; ``fill`` where a row has no token."""
     return side.order.gather(x.swapaxes(1, 2), side.num_blocks * side.block, fill).swapaxes(1, 2)
@@ -401,6 +428,7 @@ def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     kernel = "backward" if transposed else "forward_one_group" if one_group else "forward"
     stages = settings.num_stages(kernel, sizes, keys, tile_queries)
     constants = {"A": array_shapes(group_pass, sizes), **row_views, "L": list_shapes}
+    constants |= {} if group_pass.operands.bias_slopes is not None else {"slopes": None}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     programs = schedule.shape[-1] * (_programs_per_tile(kv, sizes) if transposed else 1)
     return _PreparedLaunch(
@@ -427,6 +455,7 @@ def array_shapes(group_pass: GroupPass, sizes: settings.PaddedSizes) -> HopperAr
         HEAD_STEP=group_pass.step,
         PASS_HEADS=group_pass.heads,
         NUM_IDS=group_pass.num_ids,
+        ALIBI=group_pass.operands.bias_slopes is not None,
     )
 
 

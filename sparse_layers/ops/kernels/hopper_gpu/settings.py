@@ -84,7 +84,7 @@ def shared_memory_bytes(kernel: str, stages: int, sizes: PaddedSizes, block: int
         return 2 * (GROUP_ROWS * size + stages * block * row)
     if kernel == "forward":
         q_out = TILE_ROWS * (Q_STAGES[size] * size + min(sizes.value, OUT_COLUMNS))
-        return 2 * (q_out + stages * block * row)
+        return 2 * (q_out + stages * block * row) + 4 * block  # the last with a bias
     kv, q_dout = block * row, stages * queries * row
     if kernel == "query_gather":
         return 2 * (kv + q_dout + 2 * TILE_ROWS * queries) + stages * queries * (8 + block // 8)

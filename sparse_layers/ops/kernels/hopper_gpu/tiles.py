@@ -33,6 +33,7 @@ class HopperArrayShapes(NamedTuple):
     HEAD_STEP: int
     PASS_HEADS: int  # query heads of the pass
     NUM_IDS: int  # ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too
+    ALIBI: bool  # True if there are slopes; then logits are only scaled, and no query sees a later key
 
 
 class RowsView(NamedTuple):
@@ -40,7 +41,8 @@ class RowsView(NamedTuple):
 
     ROWS: int  # rounded up to whole blocks
     BLOCK: int  # rows of a block of the lists
-    AXES: tuple  # (phase, digits) of each axis of the view, see `planning.row_orders.Axis`; empty in natural order
+    # (phase, digits, stride) of each axis of the view, see `planning.row_orders.Axis`; empty in natural order.
+    AXES: tuple
 
 
 class ListShapes(NamedTuple):
@@ -78,6 +80,7 @@ class RowPointers(NamedTuple):
     q: Any = None
     dout: Any = None
     sinks: Any = None  # one number a head
+    slopes: Any = None  # likewise
     earlier_lse: Any = None  # of an earlier pass
     lse: Any = None
     delta: Any = None
@@ -106,6 +109,7 @@ class Buffers(NamedTuple):
     lse: Any = None
     delta: Any = None
     mask_words: Any = None
+    key_offsets: Any = None  # without an axis before
     out: Any = None  # by group; the tile of the earlier pass first, then the result
     p: Any = None  # without an axis before
     ds: Any = None  # by step modulo 2, or by group
@@ -154,6 +158,27 @@ def view_coordinate(row, VIEW: gl.constexpr, AXIS: gl.constexpr):
             digit = digit % VIEW.AXES[AXIS][1][i][1]
         coordinate += digit * VIEW.AXES[AXIS][1][i][2]
     return coordinate
+
+
+@gluon.jit
+def token_of(row, VIEW: gl.constexpr):
+    """Tokens of rows that have one."""
+    if len(VIEW.AXES) == 0:
+        return row
+    else:
+        token = view_coordinate(row, VIEW, 0) * VIEW.AXES[0][2]
+        for i in gl.static_range(1, len(VIEW.AXES)):
+            token += view_coordinate(row, VIEW, i) * VIEW.AXES[i][2]
+        return token
+
+
+@gluon.jit
+def load_slope(slopes, pass_head, A: gl.constexpr):
+    """Loads the slope of a query head, divided by SCALE; 0 without slopes."""
+    slope = 0.0
+    if A.ALIBI:
+        slope = gl.load(slopes + A.FIRST_HEAD + pass_head * A.HEAD_STEP)
+    return slope
 
 
 @gluon.jit

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from ...planning.row_orders import RowOrder
 from .tiles import RowsView
 
@@ -44,7 +46,18 @@ def box_view(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ..
     return None
 
 
+def box_offsets(order: RowOrder, rows: int) -> np.ndarray:
+    """Returns the tokens from the first row of a box to each of its ``rows`` rows, which are those of every box."""
+    view = box_view(order, rows)
+    assert view is not None
+    lengths, box = view
+    strides = [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+    return np.tensordot(strides, np.indices(box), 1).ravel()
+
+
 def _axes(order: RowOrder) -> tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]:
     # The first token with a row is at the coordinate `offset` of the last axis.
     last = len(order.axes) - 1
-    return tuple((axis.phase - order.offset * (i == last), axis.digits) for i, axis in enumerate(order.axes))
+    return tuple(
+        (axis.phase - order.offset * (i == last), axis.digits, axis.stride) for i, axis in enumerate(order.axes)
+    )

@@ -58,6 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_kernel import (
     SplitSchedule,
     apply_mask,
+    initial_scores,
     load_entry_range,
     load_work_tile,
     produce,
@@ -81,10 +82,11 @@ from .tiles import (
     as_matrix,
     load_ids,
     load_mask_words,
+    load_slope,
     multiply_transposed,
-    scale_log2,
     tile_coordinates,
     to_logits,
+    token_of,
 )
 
 
@@ -117,7 +119,7 @@ def _add_dq(GROUP: gl.constexpr, dq, desc, buffer, batch, row, pass_head, A: gl.
 
 @gluon.jit
 def _value_steps(first, end, pipeline_step, dv, descs, buffers, ready, free, lists, work_tile, pass_head, kv_ids,
-                 A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
+                 slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
                  MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr):  # fmt: skip
     """Adds the products of entries first .. end - 1 of a list to dv [64, DV] and to the first half of dq.
 
@@ -147,9 +149,7 @@ def _value_steps(first, end, pipeline_step, dv, descs, buffers, ready, free, lis
                 mask_words = apply_ids(mask_words, kv_ids, lists.q_ids, work_tile.batch, row, Q, A, False)
         mbarrier.wait(ready.q.index(stage), pipeline_step // F.STAGES & 1)
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
-        scores = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
-        if scale_log2(A.SCALE, A.CAP) != 1.0:
-            scores, _ = gl.broadcast(neg_lse, scores)
+        scores = initial_scores(neg_lse, row, slope, key_tokens, A, Q, F, S_LAYOUT)  # [64, M]
         scores = multiply_transposed(k_tile, q_tile, scores, True, A.DEPTH)
         _free_previous_stage(free, pipeline_step, F)
         scores = to_logits(warpgroup_mma_wait(0, deps=[scores]), A)
@@ -218,28 +218,30 @@ def _key_steps(first, end, pipeline_step, dk, descs, buffers, ready, free, lists
 
 
 @gluon.jit
-def _value_consumer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
-                    DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+def _value_consumer(descs, buffers, ready, free, schedule, lists, slopes, A: gl.constexpr, Q: gl.constexpr,
+                    KV: gl.constexpr, DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes dv, and the first half of the columns of dq."""
     DV: gl.constexpr = A.DV
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.M, 16])
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.DV, 16])
     work_tile = load_work_tile(schedule, A, KV, L, F)
     batch, row = work_tile.batch, work_tile.row
-    kv_ids = load_ids(lists.kv_ids, batch, row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT)), KV, A)
+    key_rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    kv_ids, key_tokens = load_ids(lists.kv_ids, batch, key_rows, KV, A), token_of(key_rows, KV)  # [64] each
     dv = gl.zeros([GROUP_ROWS, DV], gl.float32, DV_LAYOUT)  # [64, DV]
     pipeline_step = 0
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
     for pass_head in range(work_tile.first_head, work_tile.end_head):
         first, first_partial, end = load_entry_range(lists.spans, work_tile, pass_head, A, L)
+        slope = load_slope(slopes, pass_head, A)
         pipeline_step, dv = _value_steps(first, first_partial, pipeline_step, dv, descs, buffers, ready, free, lists,
-                                         work_tile, pass_head, kv_ids, A, Q, KV, L, F, False, S_LAYOUT,
-                                         DV_LAYOUT)  # fmt: skip
+                                         work_tile, pass_head, kv_ids, slope, key_tokens, A, Q, KV, L, F, False,
+                                         S_LAYOUT, DV_LAYOUT)  # fmt: skip
         _, first_partial, end = load_entry_range(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
         pipeline_step, dv = _value_steps(first_partial, end, pipeline_step, dv, descs, buffers, ready, free, lists,
-                                         work_tile, pass_head, kv_ids, A, Q, KV, L, F, True, S_LAYOUT,
-                                         DV_LAYOUT)  # fmt: skip
+                                         work_tile, pass_head, kv_ids, slope, key_tokens, A, Q, KV, L, F, True,
+                                         S_LAYOUT, DV_LAYOUT)  # fmt: skip
     store_gradient(dv, descs.dv, buffers.dout.index(0), batch, row, work_tile.kv_head, A.DV, DKV, F)
     tma.store_wait(0)
 
@@ -281,6 +283,7 @@ def hopper_wide_backward_kernel(
     q_ids,
     kv_ids,
     splits,
+    slopes,
     earlier_dq,
     earlier_dk,
     earlier_dv,
@@ -320,7 +323,7 @@ def hopper_wide_backward_kernel(
     schedule = SplitSchedule(work_tiles, splits)
     gl.warp_specialize(
         [
-            (_value_consumer, (descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
+            (_value_consumer, (descs, buffers, ready, free, schedule, lists, slopes, A, Q, KV, DKV, L, F)),
             (_key_consumer, (descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
             (produce, (descs, buffers, ready, free, schedule, lists, A, Q, KV, L, F)),
         ],
