@@ -173,9 +173,12 @@ def test_what_pallas_tpu_refuses_of_it():
         jax.eval_shape(functools.partial(call, bias=bias), *shapes)
 
 
-@pytest.mark.parametrize("implementation", ["hopper", "cudnn"])
 @pytest.mark.parametrize(
-    ("bias", "words"), [(sl.alibi(2), "a bias with slopes"), (sl.DistanceBias(np.ones((1, 3))), "a bias with a table")]
+    ("implementation", "bias", "words"),
+    [
+        ("cudnn", sl.alibi(2), "a bias with slopes"),
+        ("hopper", sl.DistanceBias(np.ones((1, 3)), slopes=(1, 2)), "a bias with a table"),
+    ],
 )
 def test_other_implementations_refuse_it(implementation, bias, words):
     with pytest.raises(NotImplementedError, match=f"^{implementation}: it does not know {words}; "):

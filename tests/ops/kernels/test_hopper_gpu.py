@@ -352,6 +352,9 @@ def test_vmap_and_long_chains(launched):
         assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
 
 
+BIASED = {"slopes": jax.ShapeDtypeStruct((2,), jnp.float32)}
+
+
 @pytest.mark.parametrize(
     ("mask", "length", "kernels", "reason", "options"),
     [
@@ -364,17 +367,21 @@ def test_vmap_and_long_chains(launched):
         (sl.Strided(3), 400, ("forward", "backward"), "cannot address the rows of .*stride 3$", {}),
         (sl.Prefix(128).T, 4096, ("forward",), "passes over all queries, and this one is over some", {}),
         (sl.Causal(), 2048, ("forward",), "splits no lists", {"multiprocessors": 132}),
+        (sl.Causal(), 300, (), "", BIASED),
+        (sl.Window(90, 1), 300, ("forward", "backward"), "static, causal mask", BIASED),
+        (sl.Causal(), 300, ("forward", "backward"), "no soft cap", BIASED | {"call": {"soft_cap": 3.0}}),
+        (sl.Causal(), 300, ("forward", "backward"), "by tokens$", BIASED | {"call": {"bias_orders": ()}}),
     ],
 )
 def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, options):
-    options = {"size": 64, "multiprocessors": 5} | options
-    size, multiprocessors = (options.pop(name) for name in ("size", "multiprocessors"))
+    options = {"size": 64, "multiprocessors": 5, "slopes": None, "call": {}} | options
+    size, multiprocessors, slopes, fields = (options.pop(x) for x in ("size", "multiprocessors", "slopes", "call"))
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, multiprocessors))
     monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
     plan = sl.make_plan(mask, length, implementation="hopper", **options)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
     q = jax.ShapeDtypeStruct((1, length, 2, size), jnp.bfloat16)
-    planned = route("hopper", call, Operands(q, q, q))
+    planned = route("hopper", dataclasses.replace(call, **fields), Operands(q, q, q, bias_slopes=slopes))
     for kernel, launches in (("forward", planned.forward), ("backward", planned.backward)):
         reasons = [launch.reason for launch in launches]
         assert [launch.engine for launch in launches] == ["triton" if x else "hopper" for x in reasons]

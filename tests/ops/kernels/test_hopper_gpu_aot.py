@@ -112,10 +112,6 @@ CASES = [
     Case("pieces-256", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), 256, heads=(8, 1), spills=64),
     Case("soft-cap-256", sl.preset("sliding_window", window=512), 256, spills=20, options={"logits_soft_cap": 30.0}),
     Case("alibi", sl.Causal(), heads=(4, 2), options={"bias": sl.alibi(4)}),
-    Case("alibi-strided", STRIDED, heads=(4, 2), options={"bias": sl.alibi(4)}),
-    Case("alibi-64", sl.Causal(), 64, options={"bias": sl.alibi(4)}),
-    Case("alibi-256", sl.Causal(), 256, heads=(4, 2), options={"bias": sl.alibi(4)}),
-    Case("alibi-segments", sl.Causal(), heads=(4, 2), segments=True, options={"bias": sl.alibi(4)}),
     Case("latent", sl.Causal(), 192, 128),  # the heads of DeepSeek's latent attention
     Case("chosen-128", sl.Causal(), heads=(4, 2), chosen=128, spills=16 * OLD),
     Case("chosen-64", sl.Causal(), heads=(4, 2), chosen=64, dtype="float16", spills=16 if OLD else 4),

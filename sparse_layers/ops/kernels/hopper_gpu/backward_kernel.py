@@ -237,7 +237,7 @@ def initial_scores(neg_lse, q_row, slope, key_tokens, A: gl.constexpr, Q: gl.con
                    LAYOUT: gl.constexpr):  # fmt: skip
     """Returns scores [64, M] to which k . q is added: 0, or -lse if logits are only scaled, plus the bias of ALiBi.
 
-    With ALiBi, ``neg_lse`` has the bias from the first query of the step, at ``q_row``, to the others.
+    The bias counts from the first query of the step, at ``q_row``. ``neg_lse`` has what it is for the others besides.
     """
     scores = gl.zeros([GROUP_ROWS, F.M], gl.float32, LAYOUT)
     if A.ALIBI:
@@ -275,8 +275,8 @@ def times_cap_derivative(x, scores, A: gl.constexpr):
 
 @gluon.jit
 def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, descs, buffers, ready, free, lists, batch,
-                    pass_head, kv_ids, slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
-                    F: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
+                    pass_head, kv_ids, slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+                    L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
                     DKV_LAYOUT: gl.constexpr):  # fmt: skip
     """Adds the products of entries first .. end - 1 of a list to dk, dv [64, D] in registers and dq in memory.
 

@@ -277,10 +277,10 @@ def _first_key_row(lists, step, KV: gl.constexpr, F: gl.constexpr):
 @gluon.jit
 def _initial_scores(step, alibi, key_offsets, lists, A: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
                     LAYOUT: gl.constexpr):  # fmt: skip
-    """Returns scores [64, N] to which q . k is added: 0, or slope * (key - query), ALiBi without future keys.
+    """Returns scores [64, N] to which q . k is added: 0, or the bias of ALiBi, as no query sees a later key.
 
-    Distances count from the first key of the step, so that float32 rounds the bias of near keys by 2 ** -24 of
-    slope * N, in natural order. The query's part of the bias would not change weights, but lse and soft caps need it.
+    It is slope * (key - query), by way of the first key of the step. So near keys of a query get a bias that is rounded
+    by no more than 2 ** -23 * slope * the tokens that 128 rows span, whatever the length; others by 2 ** -23 of theirs.
     """
     if A.ALIBI:
         distance = token_of(_first_key_row(lists, step, KV, F), KV) - alibi.token  # [64]

@@ -119,8 +119,8 @@ def _add_dq(GROUP: gl.constexpr, dq, desc, buffer, batch, row, pass_head, A: gl.
 
 @gluon.jit
 def _value_steps(first, end, pipeline_step, dv, descs, buffers, ready, free, lists, work_tile, pass_head, kv_ids,
-                 slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
-                 MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr):  # fmt: skip
+                 slope, key_tokens, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+                 F: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr):  # fmt: skip
     """Adds the products of entries first .. end - 1 of a list to dv [64, DV] and to the first half of dq.
 
     Returns the number of the next pipeline step, and dv.
