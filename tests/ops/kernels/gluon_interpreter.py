@@ -91,7 +91,7 @@ def run(kernel, grid, arguments, constants, seed=0, replacements=None):
         MACHINE.launch(kernel.fn.__name__, (*grid, 1, 1)[:3], seed)
         function = Functions(replacements or {}).interpreted(kernel)
         names = [name for name in kernel.arg_names if name not in constants]
-        parameters = {name: parameter(name, value) for name, value in zip(names, arguments, strict=True)}
+        parameters = {name: parameter(name, value) for name, value in zip(names, arguments, strict=False)}
         for program in itertools.product(*map(range, MACHINE.grid)):
             MACHINE.begin(program)
             function(**parameters, **constants)
