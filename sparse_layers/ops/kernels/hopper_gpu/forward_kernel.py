@@ -103,7 +103,7 @@ class ForwardConstants(NamedTuple):
 
 
 class AlibiRows(NamedTuple):
-    """What ALiBi needs to know of the queries of a group; any numbers without slopes."""
+    """Numbers of the queries of a group, by which ALiBi is computed; any others without slopes."""
 
     slope: Any  # of the query head, divided by SCALE
     token: Any  # [64]
