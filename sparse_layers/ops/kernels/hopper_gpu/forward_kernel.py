@@ -59,6 +59,7 @@ from .primitives import exp2, load_tile, pack, prevent_sinking, reinterpret, sto
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
+    AlibiRows,
     Buffers,
     Descriptors,
     Free,
@@ -67,6 +68,7 @@ from .tiles import (
     RowPointers,
     allocate_barriers,
     allocate_buffers,
+    allocate_key_offsets,
     apply_ids,
     apply_mask_bits,
     as_matrix,
@@ -100,13 +102,6 @@ class ForwardConstants(NamedTuple):
     OUT_REPLACES_Q: bool  # True if out leaves through the only tile of q; results of an earlier pass would overwrite it
     HAS_SINKS: bool  # True if there are sinks
     HAS_EARLIER: bool  # True if there are results of an earlier pass
-
-
-class AlibiRows(NamedTuple):
-    """Numbers of the queries of a group, by which ALiBi is computed; any others without slopes."""
-
-    slope: Any  # of the query head, divided by SCALE
-    token: Any  # [64]
 
 
 class WorkQueue(NamedTuple):
@@ -559,12 +554,9 @@ def hopper_forward_kernel(
     out_buffer = q_buffer
     if not F.OUT_REPLACES_Q:
         out_buffer = allocate_buffers(out, GROUPS)
-    key_offsets = None  # float32 [1, N]: tokens from the first key of a step
+    key_offsets = None
     if A.ALIBI:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
-        key_offsets = gl.allocate_shared_memory(gl.float32, [1, F.N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        key_row = gl.arange(0, F.N, layout=gl.SliceLayout(0, LAYOUT))
-        key_offsets.store((token_of(key_row, KV) - token_of(0, KV)).to(gl.float32)[None, :])
+        key_offsets = allocate_key_offsets(F.N, KV)  # float32 [1, N]
     buffers = Buffers(
         q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
         k=allocate_buffers(k, F.KV_STAGES),  # [KV_STAGES, N, D]

@@ -99,6 +99,13 @@ class HopperBlockLists(NamedTuple):
     kv_ids: Any = None
 
 
+class AlibiRows(NamedTuple):
+    """Numbers of the queries of a group, by which ALiBi is computed; any others without slopes."""
+
+    slope: Any  # of the query head, divided by SCALE
+    token: Any  # [64]
+
+
 class Buffers(NamedTuple):
     """Tiles in shared memory. The first axis is that of `index`: by stage, unless a comment says otherwise."""
 
@@ -218,6 +225,16 @@ def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def allocate_buffers(desc, COUNT: gl.constexpr):
     """Allocates shared memory for COUNT boxes of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def allocate_key_offsets(N: gl.constexpr, KV: gl.constexpr):
+    """Allocates, and writes, the tokens from the first key of a step to each of its N keys."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    row = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    offsets = gl.allocate_shared_memory(gl.float32, [1, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    offsets.store((token_of(row, KV) - token_of(0, KV)).to(gl.float32)[None, :])
+    return offsets
 
 
 @gluon.jit
