@@ -18,8 +18,9 @@ def random_case(
     lengths: Sequence[int],
     dtypes: Sequence[str] = ("bfloat16", "float16"),
     biases: bool = False,
+    kinds: Sequence[str] = ("none", "slopes", "table", "both", "grid"),
 ) -> Case:
-    """Any mask and options, and one of the head sizes, lengths and dtypes; a selection in one of four."""
+    """Any mask and options, one of the head sizes, lengths, dtypes and kinds of bias; a selection in one of four."""
     draw, longest = np.random.default_rng(seed), max(lengths)
 
     def one_of(*choices):
@@ -55,7 +56,7 @@ def random_case(
         "scale": one_of(0.3, -0.2, 0.01) if maybe(0.15) else None,
     }
     if biases:
-        options |= _bias(one_of("none", "slopes", "table", "both", "grid"), heads[0], (q_len, kv_len), draw)
+        options |= _bias(one_of(*kinds), heads[0], (q_len, kv_len), draw)
     if maybe(0.3):
         ids = [np.sort(draw.integers(-1, 4, (batch, n)), axis=1).astype(np.int32) for n in (q_len, kv_len)]
         options["segments"] = (ids[0], ids[0] if q_len == kv_len else ids[1])
