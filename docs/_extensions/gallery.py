@@ -24,6 +24,13 @@ VIDEOS = {"radial", "sliding_tile", "spatial_temporal"}
 OPTIONS: dict[str, dict[str, Any]] = {"chunked": {"chunk": 1024}, "axial": {"axes": -1}, "sliding_tile": {"tile": 4}}
 QUERIES = {"block_diffusion": LENGTHS[0] * 5 // 16}  # drawn beside the mask, if not at 5/8: one of the noisy half
 TRAINING = {"block_diffusion", "draft_blocks"}  # of two sequences in one: under a heading of their own
+# Presets as a model has them, with what it adds to them: a summary and a line of code.
+MODELS = {
+    "windows:size=8,shift=4": (
+        "The shifted windows of Swin's every second layer, with biases from its joint table, [225, heads].",
+        f"sl.grid_bias({SHAPES[2][0]}, table[::-1].T.reshape(-1, 15, 15))  # the bias= of calls",
+    )
+}
 # Cells on a side of a picture, pictures of masks that differ by head, tokens on a side of a counted block.
 SIDE, MAX_MASKS, BLOCK = 64, 2, 128
 # Costs are those that `sl.describe(mask, length, device="h100")` prints: an H100 plans for this implementation.
@@ -42,8 +49,13 @@ def options(name: str, number: int) -> dict[str, Any]:
         "n": LENGTHS[number] // 2,
         "total_seq_len": LENGTHS[number],
     }
-    needed = {option: lengths[option] for option in sl.preset_options(name) if option in lengths}
+    needed = {option: lengths[option] for option in defaults(name) if option in lengths}
     return needed | OPTIONS.get(name, {})
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Returns the options of a preset with their defaults; the name may set some of them."""
+    return sl.preset_options(name.partition(":")[0])
 
 
 def sides(name: str, number: int) -> tuple[int, int]:
@@ -52,9 +64,9 @@ def sides(name: str, number: int) -> tuple[int, int]:
 
 
 def call(name: str) -> str:
-    """Returns the line of code that makes the drawn preset."""
+    """Returns the lines of code that make the drawn preset, and what a model adds to it."""
     arguments = "".join(f", {key}={value!r}" for key, value in options(name, 0).items())
-    return f'sl.preset("{name}"{arguments})'
+    return "\n".join([f'sl.preset("{name}"{arguments})', *MODELS.get(name, ())[1:]])
 
 
 def pictures(name: str) -> str:
@@ -134,9 +146,9 @@ def num_active_blocks(mask: sl.Mask, q_len: int, kv_len: int) -> int:
 
 def entry(name: str, summary: str) -> str:
     """Returns the section of one preset."""
-    defaults = sl.preset_options(name).items()
-    required = {option for option, value in defaults if value is None and option != "offset"}
-    options = ", ".join(f"`{option}`" if option in required else f"`{option}={value!r}`" for option, value in defaults)
+    values = defaults(name).items()
+    required = {option for option, value in values if value is None and option != "offset"}
+    options = ", ".join(f"`{option}`" if option in required else f"`{option}={value!r}`" for option, value in values)
     rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
     return inspect.cleandoc(f"""
 ### `{name}`
@@ -159,7 +171,7 @@ def entry(name: str, summary: str) -> str:
 
 def kind(name: str) -> str:
     """Returns the heading that a preset belongs to."""
-    if "shape" in sl.preset_options(name):
+    if "shape" in defaults(name):
         return "Images and videos"
     masks = preset_masks(name, 0)
     if name in TRAINING:
@@ -168,8 +180,8 @@ def kind(name: str) -> str:
 
 
 def page() -> str:
-    """Returns the sections of all presets, by kind."""
-    presets = sl.presets().items()
+    """Returns the sections of all presets and of those as models have them, by kind."""
+    presets = (sl.presets() | {name: summary for name, (summary, _) in MODELS.items()}).items()
     parts = []
     for title in ("Causal", "Both ways", "Block diffusion", "Images and videos"):
         parts += [f"## {title}", *(entry(name, summary) for name, summary in presets if kind(name) == title)]
