@@ -144,7 +144,7 @@ def _bias_unsupported(call: Call) -> str | None:
         return "the Hopper kernels add a bias before the scale, which must be positive, and know no soft cap of it"
     plan = call.plan
     if plan is None or plan.q_len != plan.kv_len or not all(is_causal(mask, plan.q_len) for mask in plan.masks):
-        return "the Hopper kernels take a bias with a static, causal mask, as many queries as keys"
+        return "the Hopper kernels take a bias with a static, causal mask for as many queries as keys"
     return None
 
 

@@ -55,7 +55,7 @@ def box_offsets(order: RowOrder, rows: int) -> np.ndarray:
     return np.tensordot(strides, np.indices(box), 1).ravel()
 
 
-def _axes(order: RowOrder) -> tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]:
+def _axes(order: RowOrder) -> tuple[tuple[int, tuple[tuple[int, int, int], ...], int], ...]:
     # The first token with a row is at the coordinate `offset` of the last axis.
     last = len(order.axes) - 1
     return tuple(
