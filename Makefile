@@ -33,15 +33,19 @@ fast := tests/masks tests/misuses tests/ops/planning $(op) tests/test_main.py te
 fast += tests/test_glossary.py tests/test_rooms.py tests/test_warnings.py tests/ops/kernels/test_routes.py
 fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
 
-# What a second version of JAX and Flax cannot change: builds of the package, records, settings of families, what Triton
-# alone compiles. The examples train once; their model and their checkpoints are tested again.
-once := tests/images tests/make_it_sparse tests/your_model tests/test_glossary.py tests/test_package.py
-once += tests/test_records.py tests/test_rooms.py tests/modules/loading/test_sweep.py
+# What a second version of JAX and Flax cannot change: masks and plans, which are numpy's, builds of the package,
+# records, files and settings of families, what Triton alone compiles. The examples train once; their model and their
+# checkpoints are tested again.
+once := tests/images tests/make_it_sparse tests/masks tests/ops/planning tests/your_model
+once += tests/test_glossary.py tests/test_package.py tests/test_prose.py tests/test_records.py
+once += tests/test_rooms.py $(addprefix tests/modules/loading/test_,files.py memory.py saving.py sweep.py)
 once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
 once += $(wildcard tests/ops/kernels/test_gluon_*.py)
 once += tests/ops/kernels/test_triton_interpreter.py
-compiled := tests/ops/kernels/test_hopper_gpu_aot.py::test_compiles_without_spills_or_hazards
-compiled += tests/ops/kernels/test_triton_gpu_aot.py::test_compiles_and_fits
+left_out := tests/ops/kernels/test_hopper_gpu_aot.py::test_compiles_without_spills_or_hazards
+left_out += tests/ops/kernels/test_triton_gpu_aot.py::test_compiles_and_fits
+# Minutes on eight devices, on which presets are tested again.
+left_out += tests/modules/loading/test_huggingface.py::test_spread_over_eight_devices
 
 lint: $(stamp)
 	$(bin)/ruff check .
@@ -58,7 +62,7 @@ test: lint
 
 # Each fifth case: five divides no usual number of backends, dtypes or lengths, so a sample has all of them.
 test-jax: lint
-	$(pytest) --every 5 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(compiled))
+	$(pytest) --every 5 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(left_out))
 
 # Nothing is fetched; a warning is an error.
 docs: $(stamp) $(stamp)-docs

@@ -83,12 +83,12 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
     np.testing.assert_array_equal(found, known["greedy"])
 
 
-# By tokens in a piece of the prompt. Together they have what sharding meets in any of the families: biases and learned
-# positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all heads, which devices
-# share; layers without rope; parts of fused tensors and of heads; scales; experts; sinks; permuted heads; ALiBi.
-# Programs for eight devices compile for five seconds a model.
-SPREAD = {"gpt2": 5, "gemma2": 4, "gemma3_text": 7, "olmo2": 3, "smollm3": 5, "phi3": 4, "granite": 7}
-SPREAD |= {"qwen3_moe": 5, "gpt_oss": 5, "olmo3": 4, "exaone4": 3, "cohere2": 6, "bloom": 5}
+# By tokens in a piece of the prompt, or 0 for no decoding. Together they have what sharding meets in any of the families:
+# biases and learned positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all
+# heads, which devices share; parts of fused tensors and of heads; scales; experts; sinks; permuted heads; ALiBi.
+# Programs for eight devices compile for seconds, and decoding has two more.
+SPREAD = {"gpt2": 5, "gemma2": 0, "gemma3_text": 7, "phi3": 4, "granite": 0, "gpt_oss": 5, "exaone4": 0, "cohere2": 6}
+SPREAD |= {"bloom": 0}
 
 
 def test_spread_over_eight_devices():
@@ -116,8 +116,9 @@ for folder, chunk in zip(sys.argv[1::2], map(int, sys.argv[2::2]), strict=True):
         logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
         assert len(logits.sharding.device_set) == 8
         np.testing.assert_allclose(logits, np.tile(known["logits"], (8, 1, 1)), atol=2e-5, err_msg=folder)
-        found = sl.generate(model, tokens[:, :12], 30, chunk=chunk)
-        np.testing.assert_array_equal(found, np.tile(known["greedy"][:30], (8, 1)), err_msg=folder)
+        if chunk:
+            found = sl.generate(model, tokens[:, :12], 30, chunk=chunk)
+            np.testing.assert_array_equal(found, np.tile(known["greedy"][:30], (8, 1)), err_msg=folder)
 """
     on_devices(8, "-c", code, *(word for name, chunk in SPREAD.items() for word in (str(FIXTURES / name), str(chunk))))
 

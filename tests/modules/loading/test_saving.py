@@ -5,6 +5,7 @@ import json
 import pathlib
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ LEFT_OUT |= {"scale_attn_by_inverse_layer_idx", "rope_parameters"}
 LEFT_OUT |= {"sliding_window_pattern", "no_rope_layer_interval", "original_max_position_embeddings"}
 LEFT_OUT |= {"attn_config", "emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "norm_type"}
 LEFT_OUT |= {"hidden_dropout", "slow_but_exact"}
-run = nnx.jit(lambda model, tokens: model(tokens))
+FLOAT32 = {"param_dtype": jnp.float32}
+EAGER = FLOAT32 | {"implementation": "reference"}  # nothing compiles for seconds
 TOKENS = jnp.arange(60)[None]
 
 
@@ -60,12 +62,18 @@ def test_files_equal_those_of_hugging_face(name, tmp_path):
         assert file.metadata() == {"format": "pt"}, "transformers asks for it"
 
 
+def assert_equal_models(one, other):
+    """Settings and weights are equal, so logits are: nothing has to be compiled to see that."""
+    (settings, weights), (other_settings, other_weights) = map(nnx.split, (one, other))
+    assert settings == other_settings
+    jax.tree.map(np.testing.assert_array_equal, weights, other_weights)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_reloaded_models_give_the_same_logits(name, tmp_path):
-    how = {"param_dtype": jnp.float32, "implementation": "reference"}
-    model = sl.from_huggingface(FIXTURES / name, **how)
+def test_reloaded_models_are_the_same(name, tmp_path):
+    model = sl.from_huggingface(FIXTURES / name, **FLOAT32)
     sl.to_huggingface(model, tmp_path)
-    np.testing.assert_array_equal(run(sl.from_huggingface(tmp_path, **how), TOKENS), run(model, TOKENS))
+    assert_equal_models(sl.from_huggingface(tmp_path, **FLOAT32), model)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,12 +110,12 @@ WINDOWS = [
 
 @pytest.mark.parametrize(("name", "patterns"), WINDOWS)
 def test_windows_are_in_the_configuration(name, patterns, tmp_path):
-    how = {"implementation": "reference", "param_dtype": jnp.float32}
-    sparse = sl.from_huggingface(FIXTURES / name, patterns, **how)
+    sparse = sl.from_huggingface(FIXTURES / name, patterns, **EAGER)
     with warnings.catch_warnings(action="error"):
         sl.to_huggingface(sparse, tmp_path)
-    np.testing.assert_array_equal(run(sl.from_huggingface(tmp_path, **how), TOKENS), run(sparse, TOKENS))
-    assert np.abs(run(sl.from_huggingface(FIXTURES / name, **how), TOKENS) - run(sparse, TOKENS)).max() > 0.01
+    logits, dense = sparse(TOKENS), sl.from_huggingface(FIXTURES / name, **EAGER)
+    np.testing.assert_array_equal(sl.from_huggingface(tmp_path, **EAGER)(TOKENS), logits)
+    assert np.abs(dense(TOKENS) - logits).max() > 0.01
 
 
 UNWRITTEN = [
@@ -122,12 +130,10 @@ UNWRITTEN = [
 
 @pytest.mark.parametrize(("name", "patterns", "count"), UNWRITTEN)
 def test_patterns_that_files_cannot_hold_are_passed_again(name, patterns, count, tmp_path):
-    how = {"implementation": "reference", "param_dtype": jnp.float32}
-    sparse = sl.from_huggingface(FIXTURES / name, patterns, **how)
+    sparse = sl.from_huggingface(FIXTURES / name, patterns, **FLOAT32)
     with pytest.warns(UserWarning, match=rf"the patterns of {count} layers, first of layer \d: .*from_huggingface"):
         sl.to_huggingface(sparse, tmp_path)
-    again = sl.from_huggingface(tmp_path, patterns, **how)
-    np.testing.assert_array_equal(run(again, TOKENS), run(sparse, TOKENS))
+    assert_equal_models(sl.from_huggingface(tmp_path, patterns, **FLOAT32), sparse)
 
 
 def test_models_that_were_not_loaded(tmp_path):
@@ -143,10 +149,11 @@ def test_models_that_were_not_loaded(tmp_path):
         "gpt2": gpt2 | {"norm_epsilon": 1e-5},
     }
     for name, options in cases.items():
-        model = sl.SparseTransformer(64, 4, 32, 2, **{"patterns": "causal", "rngs": nnx.Rngs(0)} | options)
+        options |= {"implementation": "reference", "rngs": nnx.Rngs(0)}
+        model = sl.SparseTransformer(64, 4, 32, 2, **{"patterns": "causal"} | options)
         sl.to_huggingface(model, tmp_path / name)
         assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == name
-        np.testing.assert_allclose(run(sl.from_huggingface(tmp_path / name), TOKENS), run(model, TOKENS), atol=2e-5)
+        np.testing.assert_allclose(sl.from_huggingface(tmp_path / name, **EAGER)(TOKENS), model(TOKENS), atol=2e-5)
 
 
 def test_what_is_refused(tmp_path):

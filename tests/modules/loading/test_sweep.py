@@ -15,8 +15,8 @@ from sparse_layers.modules.loading.families import read_settings
 
 FOLDER = pathlib.Path(__file__).parent
 SWEEP = json.loads((FOLDER / "sweep.json").read_text())
-# Every fourth configuration, as all take minutes. SWEEP_EVERY=1 runs all of them.
-EVERY = int(os.environ.get("SWEEP_EVERY", "4"))
+# Every eighth configuration, as all take minutes. SWEEP_EVERY=1 runs all of them.
+EVERY = int(os.environ.get("SWEEP_EVERY", "8"))
 # Settings that are refused though the library takes them: activations that no gated MLP has, attention that sees the
 # future, a scale by layer; and what the library ignores, though the setting says otherwise.
 REFUSED = {"hidden_act", "hidden_activation", "activation_function", "use_bidirectional_attention"}
