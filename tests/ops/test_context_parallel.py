@@ -79,7 +79,7 @@ CASES = {
     "strided, keys of all, zigzag": Case(
         STRIDED, 280, 3, (4, 1), batch=2, by="all keys, by residue of 16; queries in zigzag order"
     ),
-    "zigzag over three devices, padded": Case(sl.Causal(), 61, 3, by="zigzag", bias=True),
+    "zigzag, padded": Case(sl.Causal(), 61, 4, by="zigzag", bias=True),
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="queries and keys, by residue"),
     "a dilated window": Case(DILATED, 128, 4, extras=True, by="36 before, by residue of 6.*gathered.*tokens 0 to 1 "),
     "a dilated window to both sides, ragged": Case(

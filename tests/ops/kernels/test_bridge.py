@@ -259,7 +259,8 @@ def program(case, implementation):
     return jax.grad(loss)
 
 
-CORE = [case for case in (*CASES, *selections.CASES) if case.core]
+# Presets that one backend leaves to another differ in their lists alone, which JAX does not look into.
+CORE = [case for case in (*CASES, *selections.CASES) if case.core and not case.left_out]
 
 
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
