@@ -83,10 +83,10 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
     np.testing.assert_array_equal(found, known["greedy"])
 
 
-# By tokens in a piece of the prompt, or 0 for no decoding. Together they have what sharding meets in any of the families:
-# biases and learned positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all
-# heads, which devices share; parts of fused tensors and of heads; scales; experts; sinks; permuted heads; ALiBi.
-# Programs for eight devices compile for seconds, and decoding has two more.
+# By tokens in a piece of the prompt, or 0 for no decoding. Together they have what sharding meets in any family: biases
+# and learned positions; soft caps and norms behind layers; norms of each head with two ropes; norms over all heads,
+# which devices share; parts of fused tensors and of heads; scales; experts; sinks; permuted heads; ALiBi. Programs for
+# eight devices compile for seconds, and decoding has two more.
 SPREAD = {"gpt2": 5, "gemma2": 0, "gemma3_text": 7, "phi3": 4, "granite": 0, "gpt_oss": 5, "exaone4": 0, "cohere2": 6}
 SPREAD |= {"bloom": 0}
 
