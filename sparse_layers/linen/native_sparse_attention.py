@@ -52,7 +52,7 @@ class NativeSparseAttention(SelfAttentionSettings):
       use_bias: True if projections have biases, or the names of those that do, including "gate".
       out_features, qkv_features, num_kv_heads, head_dim: see `sparse_layers.NativeSparseAttention`.
       rope, rope_theta, scale, dtype, param_dtype, precision: see there.
-      implementation, fwd_params, bwd_params, query_sharding: see there.
+      implementation, fwd_params, bwd_params, query_sharding, cache_dtype: see there.
       kernel_init, bias_init, out_kernel_init: see there.
 
     Raises:
@@ -73,6 +73,7 @@ class NativeSparseAttention(SelfAttentionSettings):
     num_heads: int
     pattern: NSA | str = dataclasses.field(default="nsa", kw_only=True)
     out_features: int | None = dataclasses.field(default=None, kw_only=True)
+    cache_dtype: str | None = dataclasses.field(default=None, kw_only=True)
 
     _bias_names = (*PROJECTIONS, "gate")
 
@@ -128,7 +129,8 @@ class NativeSparseAttention(SelfAttentionSettings):
         size = query_features(heads, features, self.qkv_features, self.head_dim) // heads
         rope = resolve_rope(self.rope, self.rope_theta)
         pattern, kernels = checked_nsa(self.pattern), self._attributes(*_KERNELS)
-        attributes = make_attributes(heads, self.num_kv_heads, size, pattern, self.seq_len, rope, self.dtype, **kernels)
+        sizes = heads, self.num_kv_heads, size, pattern, self.seq_len
+        attributes = make_attributes(*sizes, rope, self.dtype, self.cache_dtype, **kernels)
         kv_shape = 3, attributes["num_kv_heads"], size
         out_features = features if self.out_features is None else self.out_features
         biases = projections_with_bias(self.use_bias, self._bias_names)

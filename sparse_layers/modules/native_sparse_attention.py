@@ -45,6 +45,7 @@ class NativeSparseAttention(nnx.Module):
       pattern: the sizes of windows and blocks: `NSA`, or its name, ``"nsa:count=8"``.
       seq_len: the longest input, in tokens.
       rope, rope_theta, scale, implementation, fwd_params, bwd_params, query_sharding: as there.
+      cache_dtype: None, or "int8" or "float8_e4m3fn" for caches of the selected branch, which keeps all keys.
       use_bias: True if projections have biases, or the names of those that do, including "gate"; phi always has biases.
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.
@@ -80,6 +81,7 @@ class NativeSparseAttention(nnx.Module):
     pattern: NSA
     seq_len: int
     rope: Rope | None
+    cache_dtype: str | None
     compressed: AttentionFn
     selected: AttentionFn
     sliding: AttentionFn
@@ -104,6 +106,7 @@ class NativeSparseAttention(nnx.Module):
         fwd_params: FwdParams | None = None,
         bwd_params: BwdParams | None = None,
         query_sharding: jax.sharding.PartitionSpec | None = None,
+        cache_dtype: str | None = None,
         use_bias: bool | Collection[str] = True,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -119,7 +122,8 @@ class NativeSparseAttention(nnx.Module):
         rope = resolve_rope(rope, rope_theta)
         kernels = {"scale": scale, "implementation": implementation, "query_sharding": query_sharding}
         kernels |= {"fwd_params": fwd_params, "bwd_params": bwd_params}
-        attributes = make_attributes(num_heads, num_kv_heads, head_dim, pattern, seq_len, rope, dtype, **kernels)
+        sizes = num_heads, num_kv_heads, head_dim, pattern, seq_len
+        attributes = make_attributes(*sizes, rope, dtype, cache_dtype, **kernels)
         for name, value in attributes.items():
             setattr(self, name, value)
         self.in_features, self.out_features = in_features, out_features or in_features

@@ -55,19 +55,25 @@ class NSACache:
     def num_kv_heads(self) -> int:
         return self.blocks.num_kv_heads
 
+    @property
+    def cache_dtype(self) -> str | None:
+        return self.blocks.cache_dtype
+
     @classmethod
     def filled(
         cls, nsa: NSA, seq_len: int, lengths: jax.Array, keys: Any, values: Any, key: Any, value: Any, **options: Any
     ) -> "NSACache":
         """Returns the cache after prompts of these lengths, from keys and values of each branch and of windows.
 
-        ``options`` are those of `KVCache.empty`.
+        ``options`` are those of `KVCache.empty`. Windows keep their dtype, as they select blocks.
         """
         size, stride = nsa.window
 
-        def fill_cache(mask: Any, max_len: int, key: jax.Array, value: jax.Array, lengths: jax.Array) -> KVCache:
-            sizes: dict[str, Any] = {"batch": len(key), "head_size": key.shape[-1], "dtype": key.dtype}
-            return KVCache.empty(mask, max_len, **sizes, **options).filled(key, value, lengths)
+        def fill_cache(
+            mask: Any, max_len: int, key: jax.Array, value: jax.Array, lengths: jax.Array, **settings: Any
+        ) -> KVCache:
+            settings |= {"batch": len(key), "head_size": key.shape[-1], "dtype": key.dtype}
+            return KVCache.empty(mask, max_len, **(options | settings)).filled(key, value, lengths)
 
         rows, last = size + stride - 1, lengths[:, None] - 1  # so many rows hold the last full window, wherever it ends
         token_ids = (last - (last - jnp.arange(rows)[None]) % rows)[..., None, None]
@@ -75,7 +81,7 @@ class NSACache:
         num_windows = jnp.maximum((lengths - size) // stride + 1, 0)
         return cls(
             tuple(jnp.where(token_ids < 0, 0, x) for x in latest),
-            fill_cache(Causal(), max(1, nsa.windows(seq_len)), key, value, num_windows),
+            fill_cache(Causal(), max(1, nsa.windows(seq_len)), key, value, num_windows, cache_dtype=None),
             fill_cache(Causal(), seq_len, keys[1], values[1], lengths),
             fill_cache(Causal() & Window(nsa.sliding - 1), seq_len, keys[2], values[2], lengths),
             nsa,

@@ -34,6 +34,7 @@ def make_attributes(
     seq_len: int,
     rope: Rope | None,
     dtype: Dtype | None,
+    cache_dtype: str | None,
     **kernels: Any,
 ) -> dict[str, Any]:
     """Checks the settings of `NativeSparseAttention`, NNX or Linen, and returns its attributes by name.
@@ -62,6 +63,7 @@ def make_attributes(
         "pattern": nsa,
         "seq_len": seq_len,
         "rope": rope,
+        "cache_dtype": cache_dtype,
         **fns,
     }
 
@@ -102,6 +104,7 @@ class NativeSparseCore:
       num_heads, num_kv_heads, head_dim, in_features, out_features, seq_len: sizes of the layer.
       pattern: the `NSA`.
       rope: rotary position embeddings, or None.
+      cache_dtype: the 8-bit dtype of caches of the selected branch, see `KVCache.empty`, or None.
       compressed, selected, sliding: the attention function of each branch.
       query: the projection of [B, T, F] to queries [B, T, N, H].
       key, value: projections of [B, T, F] to [B, T, 3, K, H], one for each branch.
@@ -118,6 +121,7 @@ class NativeSparseCore:
     pattern: NSA
     seq_len: int
     rope: Rope | None
+    cache_dtype: str | None
     compressed: AttentionFn
     selected: AttentionFn
     sliding: AttentionFn
@@ -167,8 +171,8 @@ class NativeSparseCore:
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *keys_and_values = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        settings: Any = heads | {"implementation": self.sliding.cache_implementation}
-        return out, NSACache.filled(self.pattern, self.seq_len, lengths, *keys_and_values, **settings)
+        settings: Any = {"implementation": self.sliding.cache_implementation, "cache_dtype": self.cache_dtype}
+        return out, NSACache.filled(self.pattern, self.seq_len, lengths, *keys_and_values, **heads, **settings)
 
     def decode_step(
         self,
@@ -182,8 +186,8 @@ class NativeSparseCore:
     ) -> tuple[jax.Array, NSACache]:
         """Applies the layer to one new token; `NativeSparseAttention.decode_step` documents the arguments."""
         _refuse_options(positions=positions, bias=bias)
-        expected = {"pattern": self.pattern, "seq_len": self.seq_len, "num_heads": self.num_heads}
-        check_step(inputs, self.in_features, cache, NSACache, expected | {"num_kv_heads": self.num_kv_heads})
+        names = "pattern", "seq_len", "num_heads", "num_kv_heads", "cache_dtype"
+        check_step(inputs, self.in_features, cache, NSACache, {name: getattr(self, name) for name in names})
         position = checked_positions(position, len(inputs), self.seq_len)
         inputs = inputs[:, None]
         query, keys, values = jax.tree.map(lambda x: x[:, 0], self._project(inputs, position[:, None]))

@@ -177,6 +177,28 @@ def test_layers_read_chunks_and_steps_from_8_bits(dtype):
         assert 0 < float(jnp.abs(near - exactly).max()) < limit
 
 
+def test_native_sparse_attention_reads_selected_blocks_from_8_bits():
+    """Windows, by whose keys blocks are selected, and the sliding window keep their dtype."""
+    nsa = sl.NSA(block=16, count=2, local=1, pool_size=8, pool_stride=4, sliding=8)
+    layer = sl.NativeSparseAttention(N, 32, pattern=nsa, cache_dtype="int8", **LAYER, rngs=nnx.Rngs(0))
+    nnx.update(layer, perturbed(nnx.state(layer, nnx.Param)))
+    x = jnp.asarray(inputs(B, T, 32))
+
+    @nnx.jit
+    def run(layer, x):
+        _, cache = layer.prefill(x[:, : T - 2])
+        outs = []
+        for i in range(T - 2, T):
+            out, cache = layer.decode_step(x[:, i], cache, jnp.full(B, i))
+            outs.append(out)
+        return layer(x)[:, -2:], jnp.stack(outs, axis=1), cache
+
+    out, steps, cache = run(layer, x)
+    stores = [type(part.keys[0]).__name__ for part in (cache.windows, cache.blocks, cache.sliding)]
+    assert stores == ["ArrayImpl", "QuantizedRows", "ArrayImpl"]
+    assert 0 < float(jnp.abs(steps - out).max()) < 0.02 * float(jnp.abs(out).max())
+
+
 def test_a_model_generates_and_its_caches_are_small():
     model = sl.SparseTransformer(
         11, N, 32, 2, patterns=("causal", "sliding_window:window=8"), seq_len=T, cache_dtype="int8", rngs=nnx.Rngs(0)
