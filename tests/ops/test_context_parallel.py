@@ -21,7 +21,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers import linen
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning import context_parallel, costs
 from sparse_layers.ops.planning.context_parallel import count_remote_keys, padded_length, plan_exchanges
@@ -70,7 +69,6 @@ CASES = {
     "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2, bias=True),
     "fewer tokens than devices": Case(sl.Causal(), 5, 8),
     "documents that cross": Case(sl.Causal() & sl.BlockDiagonal(25), 128, kind=EXPLICIT, extras=True),
-    "strided": Case(STRIDED, 128, extras=True, by="queries and keys, by residue"),
     "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="queries and keys, by residue"),
     "strided, padded": Case(STRIDED, 250, extras=True, order=True, by="queries and keys, by residue"),
     "strided, padded on explicit axes": Case(
@@ -81,7 +79,7 @@ CASES = {
     ),
     "zigzag, padded": Case(sl.Causal(), 61, 4, by="zigzag", bias=True),
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="queries and keys, by residue"),
-    "a dilated window": Case(DILATED, 128, 4, extras=True, by="36 before, by residue of 6.*gathered.*tokens 0 to 1 "),
+    "a dilated window": Case(DILATED, 128, 2, extras=True, by="36 before, by residue of 6.*gathered.*tokens 0 to 1 "),
     "a dilated window to both sides, ragged": Case(
         sl.Strided(4) & sl.Window(9, 14), 77, 4, by="12 before and 14 behind"
     ),
@@ -93,16 +91,11 @@ CASES = {
     "two strides, keys of all": Case(
         STRIDES, 144, 3, extras=True, by="^((?!all).)*all keys, by residue of 16((?!all).)*$"
     ),
-    "two strides, padded": Case(
-        sl.Causal() & (sl.Strided(6) | sl.Strided(8)), 110, 5, by="^all keys, by residue of 24[^,]*$"
-    ),
-    "fixed, zigzag": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*zigzag"),
+    # Gathered keys have no bias in the parts of the others.
+    "fixed, zigzag": Case(FIXED, 128, 4, extras=True, bias=True, by="own keys only.*gathered.*zigzag"),
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
-    "a bias, which gathered keys do not have": Case(FIXED, 128, 4, by="gathered.*zigzag", bias=True),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
-    "masks differ by head": Case(
-        (sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="queries and keys, by residue"
-    ),
+    "masks differ by head": Case((STRIDED, sl.Full()), 128, 4, (4, 2), tensor=2, by="queries and keys, by residue"),
     # Answered by JAX, though all that is asked there is traced, on a mesh.
     "jax.numpy": Case(sl.from_mask_mod(lambda b, h, q, k: (jnp.abs(q - k) < 9) & (q >= k)), 64, 4, tensor=2),
     "jax.numpy, reference": Case(
@@ -134,17 +127,13 @@ PRESETS = {
 }
 # Every byte of these is counted.
 COUNTED = {
-    "window": Case(sl.Causal() & sl.Window(9), 256, 8),
     "window over several devices": Case(sl.Causal() & sl.Window(100), 256, 8),
     "window to both sides": Case(sl.Window(9, 5), 256, 4),
     "documents": Case(sl.BlockDiagonal(100), 512, 4),
-    "strided": Case(STRIDED, 2048, 8),
     "strided, padded": Case(STRIDED, 4000, 8),
-    "a dilated window": Case(DILATED, 256, 4, by="by residue of 6"),
-    "two strides": Case(STRIDES, 240, 3, by="by residue of 16"),
     "fixed": Case(FIXED, 2048, 8),
     "global columns": Case(STREAMING, 2048, 8),
-    "zigzag": Case(sl.Causal(), 128, 8, by="zigzag"),
+    "zigzag": Case(sl.Causal(), 128, 4, by="zigzag"),
     "nothing": Case(sl.Empty(), 64, 8),
 }
 
@@ -303,7 +292,7 @@ def check_without_batch():
 
 def check_no_entries():
     """A batch may be empty."""
-    for mask in (STREAMING, STRIDED, FIXED, sl.Causal()):
+    for mask in (STRIDED, sl.Causal()):
         case = Case(mask, entries=0)
         with jax.set_mesh(mesh_of(case)):
             results, gradients = jax.jit(functools.partial(results_and_gradients, case, None))(*arrays(case))
@@ -349,20 +338,17 @@ def check_layers():
     options = {"num_heads": 4, "num_kv_heads": 2, "features": 32, "seq_len": 61, "use_sinks": True}
     options |= {"pattern": sl.Causal() & sl.Window(20), "relative_bias": sl.LearnedBias(5)}
 
-    def blocks(sharding):
-        block = linen.SparseTransformerBlock(**options, query_sharding=sharding)
-        yield block.init(jax.random.key(0), x), block.apply
+    def block(sharding):
         graph, weights = nnx.split(sl.SparseTransformerBlock(**options, query_sharding=sharding, rngs=nnx.Rngs(0)))
-        yield weights, lambda weights, x: nnx.merge(graph, weights)(x)
+        return weights, lambda weights, x: nnx.merge(graph, weights)(x)
 
-    for (weights, alone), (_, spread) in zip(blocks(None), blocks(P("data", "context")), strict=True):
-        want, pullback = jax.vjp(alone, weights, x)
-        with jax.set_mesh(mesh):
-            program = jax.jit(lambda *args, spread=spread: jax.vjp(spread, *args), compiler_options=COMPILER)
-            actual, back = program(weights, x)
-            gradients = jax.jit(back, compiler_options=COMPILER)(dout)
-        for one, other in zip(*map(jax.tree.leaves, ((actual, gradients), (want, pullback(dout)))), strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
+    (weights, alone), (_, spread) = block(None), block(P("data", "context"))
+    want, pullback = jax.vjp(alone, weights, x)
+    with jax.set_mesh(mesh):
+        actual, back = jax.jit(lambda *args: jax.vjp(spread, *args), compiler_options=COMPILER)(weights, x)
+        gradients = jax.jit(back, compiler_options=COMPILER)(dout)
+    for one, other in zip(*map(jax.tree.leaves, ((actual, gradients), (want, pullback(dout)))), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
 
 
 def check_dead_rows():
@@ -395,7 +381,7 @@ def main(which):
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
-        barriers = {"fixed, zigzag": 2, "causal, zigzag": 1, "strided": 0}
+        barriers = {"fixed, zigzag": 2, "causal, zigzag": 1, "strided, padded": 0}
         checks |= {f"order, {x}": functools.partial(check_order, CASES[x], n) for x, n in barriers.items()}
         alone = check_without_batch, check_no_entries, check_refusals, check_choices, check_layers, check_dead_rows
         checks |= {check.__name__: check for check in alone}
@@ -537,7 +523,6 @@ ON_TPUS = {
     ),
     "columns": (TPU(sl.preset("sparse_transformer_fixed"), 4096), ({GATHER: 2}, {SCATTER: 2})),
     "zigzag": (TPU(sl.Causal(), 16384), ({PERMUTE: 6, GATHER: 2}, {PERMUTE: 8, SCATTER: 2})),
-    "all keys": (TPU(sl.Full(), 4096), ({GATHER: 2}, {SCATTER: 2})),
     # Eight of these are a cube, over all of which their compiler sums all gradients on all devices.
     "all keys, on v5p": (TPU(sl.Full(), 4096), ({GATHER: 2}, {"all-reduce": 1})),
 }
