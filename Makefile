@@ -38,7 +38,8 @@ fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gr
 # checkpoints are tested again.
 once := tests/images tests/make_it_sparse tests/masks tests/ops/planning tests/your_model
 once += tests/test_glossary.py tests/test_package.py tests/test_prose.py tests/test_records.py
-once += tests/test_rooms.py $(addprefix tests/modules/loading/test_,files.py memory.py saving.py sweep.py)
+once += tests/test_rooms.py tests/modules/loading/test_files.py tests/modules/loading/test_memory.py
+once += tests/modules/loading/test_saving.py tests/modules/loading/test_sweep.py
 once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
 once += $(wildcard tests/ops/kernels/test_gluon_*.py)
 once += tests/ops/kernels/test_triton_interpreter.py
