@@ -34,15 +34,15 @@ fast += tests/test_glossary.py tests/test_rooms.py tests/test_warnings.py tests/
 fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
 
 # What a second version of JAX and Flax cannot change: masks and plans, which are numpy's, builds of the package,
-# records, files and settings of families, what Triton alone compiles. The examples train once; their model and their
-# checkpoints are tested again.
+# records, files and settings of families, what Triton alone compiles or interprets; the op's own tests have some of these
+# kernels. The examples train once; their model and their checkpoints are tested again.
 once := tests/images tests/make_it_sparse tests/masks tests/ops/planning tests/your_model
 once += tests/test_glossary.py tests/test_package.py tests/test_prose.py tests/test_records.py
 once += tests/test_rooms.py tests/modules/loading/test_files.py tests/modules/loading/test_memory.py
 once += tests/modules/loading/test_saving.py tests/modules/loading/test_sweep.py
 once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
-once += $(wildcard tests/ops/kernels/test_gluon_*.py)
-once += tests/ops/kernels/test_triton_interpreter.py
+once += $(wildcard tests/ops/kernels/test_gluon_*.py) tests/ops/kernels/test_triton_interpreter.py
+once += tests/ops/kernels/test_hopper_gpu.py tests/ops/kernels/test_query_gather.py tests/ops/kernels/test_triton_gpu.py
 left_out := tests/ops/kernels/test_hopper_gpu_aot.py::test_compiles_without_spills_or_hazards
 left_out += tests/ops/kernels/test_triton_gpu_aot.py::test_compiles_and_fits
 # Minutes on eight devices, on which presets are tested again.
