@@ -36,6 +36,12 @@ def test_every_preset_and_backend_is_in_the_table():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
+def test_an_interpreted_kernel_meets_every_preset():
+    cases = (case for name, case in CALLS if name in ("pallas_tpu", "triton"))
+    met = {sl.as_masks(case.mask) for case in cases if not isinstance(case.mask, jax.Array)}
+    assert {sl.as_masks(sl.preset(name, **options)) for name, options in SMALL.items()} <= met
+
+
 def test_the_table_leaves_natural_order_in_every_way():
     by_name = {case.name: case for case in CASES}
 

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
+from sparse_layers import linen
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning import context_parallel, costs
 from sparse_layers.ops.planning.context_parallel import count_remote_keys, padded_length, plan_exchanges
@@ -65,6 +66,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CASES = {
     "causal": Case(sl.Causal(), devices=8, extras=True),
     "causal, zigzag": Case(sl.Causal(), 128, extras=True, order=True, by="zigzag"),
+    "zigzag over three devices": Case(sl.Causal(), 96, 3, by="zigzag"),
     "a window over several devices, ragged": Case(sl.Causal() & sl.Window(30), 77, 8, (4, 1), extras=True),
     "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2, bias=True),
     "fewer tokens than devices": Case(sl.Causal(), 5, 8),
@@ -91,8 +93,12 @@ CASES = {
     "two strides, keys of all": Case(
         STRIDES, 144, 3, extras=True, by="^((?!all).)*all keys, by residue of 16((?!all).)*$"
     ),
+    "two strides, padded": Case(
+        sl.Causal() & (sl.Strided(6) | sl.Strided(8)), 110, 5, by="^all keys, by residue of 24[^,]*$"
+    ),
     # Gathered keys have no bias in the parts of the others.
     "fixed, zigzag": Case(FIXED, 128, 4, extras=True, bias=True, by="own keys only.*gathered.*zigzag"),
+    "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
     "masks differ by head": Case((STRIDED, sl.Full()), 128, 4, (4, 2), tensor=2, by="queries and keys, by residue"),
@@ -108,6 +114,7 @@ CASES = {
     "chosen": Case(sl.Causal(), 128, chosen=16),
     "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
+    "order ids": Case(sl.Full(), 77, order=True),
     "GPU kernels": Case(STREAMING, 64, 2, implementation="triton", extras=True, order=True),
     "GPU kernels, zigzag": Case(sl.Causal(), 512, 2, (2, 1), implementation="triton", by="zigzag"),
 }
@@ -292,7 +299,7 @@ def check_without_batch():
 
 def check_no_entries():
     """A batch may be empty."""
-    for mask in (STRIDED, sl.Causal()):
+    for mask in (STREAMING, STRIDED, FIXED, sl.Causal()):
         case = Case(mask, entries=0)
         with jax.set_mesh(mesh_of(case)):
             results, gradients = jax.jit(functools.partial(results_and_gradients, case, None))(*arrays(case))
@@ -338,17 +345,20 @@ def check_layers():
     options = {"num_heads": 4, "num_kv_heads": 2, "features": 32, "seq_len": 61, "use_sinks": True}
     options |= {"pattern": sl.Causal() & sl.Window(20), "relative_bias": sl.LearnedBias(5)}
 
-    def block(sharding):
+    def blocks(sharding):
+        block = linen.SparseTransformerBlock(**options, query_sharding=sharding)
+        yield block.init(jax.random.key(0), x), block.apply
         graph, weights = nnx.split(sl.SparseTransformerBlock(**options, query_sharding=sharding, rngs=nnx.Rngs(0)))
-        return weights, lambda weights, x: nnx.merge(graph, weights)(x)
+        yield weights, lambda weights, x: nnx.merge(graph, weights)(x)
 
-    (weights, alone), (_, spread) = block(None), block(P("data", "context"))
-    want, pullback = jax.vjp(alone, weights, x)
-    with jax.set_mesh(mesh):
-        actual, back = jax.jit(lambda *args: jax.vjp(spread, *args), compiler_options=COMPILER)(weights, x)
-        gradients = jax.jit(back, compiler_options=COMPILER)(dout)
-    for one, other in zip(*map(jax.tree.leaves, ((actual, gradients), (want, pullback(dout)))), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
+    for (weights, alone), (_, spread) in zip(blocks(None), blocks(P("data", "context")), strict=True):
+        want, pullback = jax.vjp(alone, weights, x)
+        with jax.set_mesh(mesh):
+            program = jax.jit(lambda *args, spread=spread: jax.vjp(spread, *args), compiler_options=COMPILER)
+            actual, back = program(weights, x)
+            gradients = jax.jit(back, compiler_options=COMPILER)(dout)
+        for one, other in zip(*map(jax.tree.leaves, ((actual, gradients), (want, pullback(dout)))), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
 
 
 def check_dead_rows():
