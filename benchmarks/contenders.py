@@ -151,9 +151,15 @@ def default_choice(pattern: Pattern, arrays: list[jax.Array]) -> str:
 
 
 def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
-    """CuDNN's attention through jax.nn."""
+    """CuDNN's attention through jax.nn, which wants values as wide as keys: narrower ones are padded with zeros."""
     options: Any = {"implementation": "cudnn"} | (pattern.cudnn or {})
-    return in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
+    size = arrays[2].shape[-1]
+    padding = (0, 0), (0, 0), (0, 0), (0, arrays[1].shape[-1] - size)
+
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(q, k, jnp.pad(v, padding), **options)[..., :size]
+
+    return in_jax(attend, arrays)
 
 
 def flash_attention_3(pattern: Pattern, arrays: list[jax.Array]) -> Contender:

@@ -54,19 +54,27 @@ from .record import Record, add_option
 
 CHUNK, WHOLE = 512, 16384  # rows of the reference at a time; longest checked in full
 NAMES = "out", "dq", "dk", "dv"
-DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations
+DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations, where v is as wide as k
 SPEED = ["causal", "window", "random", "strided", "fixed", "document", "longformer"]
 LONG = (1, 8, 64)  # batch, heads and head size of the sections lengths and memory
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling it takes longer than running it
 
 
 def inputs(
-    seq_len: int, batch: int, heads: int, head_size: int, key_heads: int | None = None, dtype: str = "bfloat16"
+    seq_len: int,
+    batch: int,
+    heads: int,
+    head_size: int,
+    key_heads: int | None = None,
+    dtype: str = "bfloat16",
+    value_size: int | None = None,
 ) -> list[jax.Array]:
     """Random q, k, v and gradient of out."""
     keys = jax.random.split(jax.random.key(seq_len + head_size), 4)
     numbers = heads, key_heads or heads, key_heads or heads, heads
-    return [jax.random.normal(x, (batch, seq_len, n, head_size), dtype) for x, n in zip(keys, numbers, strict=True)]
+    sizes = head_size, head_size, value_size or head_size, value_size or head_size
+    rows = zip(keys, numbers, sizes, strict=True)
+    return [jax.random.normal(x, (batch, seq_len, n, size), dtype) for x, n, size in rows]
 
 
 # --- what is right ---------------------------------------------------------------------------------------------------
@@ -296,7 +304,8 @@ def speed(report: Report, options: argparse.Namespace) -> None:
         if head_size <= 128 and importlib.util.find_spec("flash_attn3_jax"):  # it is built for these
             libraries["FA3"] = flash_attention_3
         sizes = options.seq_len, options.batch, options.heads, head_size, options.key_heads, options.dtype
-        arrays, rows = inputs(*sizes), []
+        value_size = options.value_size or head_size
+        arrays, rows = inputs(*sizes, value_size), []
         for name in options.patterns:
             pattern, mine = patterns(options.seq_len)[name], {}
             case = Case(report, pattern, arrays, {"D": head_size, "pattern": name})
@@ -313,18 +322,23 @@ def speed(report: Report, options: argparse.Namespace) -> None:
                 mine[f"{name}, {options.beside}"] = case.run(options.beside, ours, options.beside)
             theirs = [{} if options.no_flex else case.run("FlexAttention", flex)]
             theirs += [case.run(x, build) if pattern.cudnn else {} for x, build in libraries.items()]
-            scale = 4 * head_size * pairs_of(pattern, options.seq_len) * options.batch * options.heads / 1e9
+            pairs = pairs_of(pattern, options.seq_len) * options.batch * options.heads / 1e9
+            work = {
+                "fwd": 2 * (head_size + value_size) * pairs,
+                "fwd+bwd": 2 * (4 * head_size + 3 * value_size) * pairs,
+            }
             for label, times in mine.items():
                 rows.append([label])
-                for direction, factor in DIRECTIONS.items():
+                for direction, operations in work.items():
                     ms = [x.get(direction) for x in (times, *theirs)]
-                    rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in ms]
+                    rows[-1] += [f"{digits(x)} ({operations / x:.0f})" if x else "-" for x in ms]
                     rows[-1].append(ratio(ms[1], ms[0]))
         heads = f"{options.heads}:{options.key_heads or options.heads}"
-        shape = f"B={options.batch}, T={options.seq_len}, H={heads}, D={head_size}, {options.dtype}"
+        size = f"{head_size}" if value_size == head_size else f"{head_size}/{value_size}"
+        shape = f"B={options.batch}, T={options.seq_len}, H={heads}, D={size}, {options.dtype}"
         columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "Flex", *libraries, "Flex / ours")]
         title = f"{shape}; ms (TFLOP/s); ours is {options.implementation!r}"
-        report.table(title, [f"D={head_size}", *columns], rows)
+        report.table(title, [f"D={size}", *columns], rows)
 
 
 def lengths(report: Report, options: argparse.Namespace) -> None:
@@ -485,6 +499,7 @@ def main() -> int:
     parser.add_argument("--patterns", nargs="+", default=SPEED, choices=patterns(BLOCK), metavar="PATTERN")
     parser.add_argument("--beside", choices=sl.implementations(), help="speed: another implementation of ours")
     parser.add_argument("--key-heads", type=int, help="speed: fewer key heads than query heads")
+    parser.add_argument("--value-size", type=int, help="speed: another head size of v, which cuDNN gets padded")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"], help="speed: of q, k and v")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2**x for x in range(11, 18)])
     parser.add_argument("--memory-len", type=int, default=131072)

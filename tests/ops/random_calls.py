@@ -11,6 +11,8 @@ import sparse_layers as sl
 from tests.ops import test_selections as chosen
 from tests.ops.cases import Case
 
+KINDS = "none", "slopes", "table", "both", "grid"  # of biases
+
 
 def random_case(
     seed: int,
@@ -18,7 +20,7 @@ def random_case(
     lengths: Sequence[int],
     dtypes: Sequence[str] = ("bfloat16", "float16"),
     biases: bool = False,
-    kinds: Sequence[str] = ("none", "slopes", "table", "both", "grid"),
+    kinds: Sequence[str] = KINDS,
 ) -> Case:
     """Any mask and options, one of the head sizes, lengths, dtypes and kinds of bias; a selection in one of four."""
     draw, longest = np.random.default_rng(seed), max(lengths)

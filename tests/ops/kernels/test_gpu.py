@@ -16,7 +16,7 @@ from sparse_layers.ops.decoding import fused
 from tests.ops import test_selections as chosen
 from tests.ops.cases import NEEDED, SMALL, Case, check
 from tests.ops.kernels import sharing
-from tests.ops.random_calls import random_case
+from tests.ops.random_calls import KINDS, random_case
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs an NVIDIA GPU; tests/ops/test_attention.py has the kernels interpreted", allow_module_level=True)
@@ -74,7 +74,8 @@ LENGTHS = 1, 97, 128, 300, 512, 640, 777, 1024, 1280
 @pytest.mark.parametrize("implementation", DTYPES)
 def test_random_calls(implementation, heads, seed):
     """``RANDOM_CALLS=1000`` makes as many; passes that these kernels do not do are the others' part of the call."""
-    case = random_case(seed, HEAD_SIZES[heads], LENGTHS, biases=implementation == "triton")
+    kinds = ("none", "slopes") if implementation == "hopper" else KINDS
+    case = random_case(seed, HEAD_SIZES[heads], LENGTHS, biases=True, kinds=kinds)
     check_twice(case, implementation)
 
 
