@@ -239,7 +239,8 @@ def initial_scores(neg_lse, q_row, slope, key_tokens, A: gl.constexpr, Q: gl.con
 
     The bias counts from the first query of the step, at ``q_row``. ``neg_lse`` has what it is for the others besides.
     """
-    scores = gl.zeros([GROUP_ROWS, F.M], gl.float32, LAYOUT)
+    M: gl.constexpr = F.M  # in a list, Triton 3.6 takes constants under a name of their own only
+    scores = gl.zeros([GROUP_ROWS, M], gl.float32, LAYOUT)
     if A.ALIBI:
         distance = key_tokens - token_of(q_row, Q)  # [64]
         scores = neg_lse + (distance.to(gl.float32) * slope)[:, None]

@@ -277,12 +277,13 @@ def _initial_scores(step, alibi, key_offsets, lists, A: gl.constexpr, KV: gl.con
     It is slope * (key - query), by way of the first key of the step. So near keys of a query get a bias that is rounded
     by no more than 2 ** -23 * slope * the tokens that 128 rows span, whatever the length; others by 2 ** -23 of theirs.
     """
+    N: gl.constexpr = F.N  # in a list, Triton 3.6 takes constants under a name of their own only
     if A.ALIBI:
         distance = token_of(_first_key_row(lists, step, KV, F), KV) - alibi.token  # [64]
         first_bias = distance.to(gl.float32) * alibi.slope
         return first_bias[:, None] + key_offsets.load(LAYOUT) * alibi.slope
     else:
-        return gl.zeros([GROUP_ROWS, F.N], gl.float32, LAYOUT)
+        return gl.zeros([GROUP_ROWS, N], gl.float32, LAYOUT)
 
 
 @gluon.jit
