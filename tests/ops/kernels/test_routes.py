@@ -17,7 +17,6 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 T = 8192
 WINDOW = sl.Causal() & sl.Window(511)
-ALIBI = {"bias": sl.alibi(16), "implementation": "hopper"}
 DETERMINISTIC = {"bwd_params": sl.BwdParams(deterministic=True)}
 
 
@@ -100,8 +99,7 @@ CALLS = [
     Call("causal-deterministic", sl.Causal(), "hopper: hopper forward | triton dq + triton dkv", options=DETERMINISTIC),
     Call("window-sinks", WINDOW, "hopper: hopper forward | hopper backward", options={"sinks": jnp.zeros(16)}),
     Call("window-soft-cap", WINDOW, "hopper: hopper forward | hopper backward", options={"logits_soft_cap": 30.0}),
-    Call("window-alibi", WINDOW, "triton: triton forward | triton dq + triton dkv", options={"bias": sl.alibi(16)}),
-    Call("window-alibi-by-name", WINDOW, "hopper: hopper forward | hopper backward", options=ALIBI),
+    Call("window-alibi", WINDOW, "hopper: hopper forward | hopper backward", options={"bias": sl.alibi(16)}),
     Call(
         "window-documents",
         WINDOW,

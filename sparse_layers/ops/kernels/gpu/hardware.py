@@ -120,10 +120,13 @@ def _properties(capability: int, number: int) -> Device | str:
     if capability < 80:
         return f"it needs compute capability 8.0, and this GPU has {capability / 10}"
     try:
-        import triton  # noqa: F401
+        import triton
         from jaxlib import gpu_triton
     except ImportError as error:
         return f"it needs triton, which the extra 'gpu' installs ({error})"
+    if 100 <= capability < 120 and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        # A backward kernel of heads of 256 comes out as an empty program from 3.6 and 3.7.
+        return f"it needs triton 3.8 or newer on compute capability {capability / 10}, and this is {triton.__version__}"
     if not hasattr(gpu_triton, "TritonKernelCall"):
         return "it needs JAX's CUDA plugin, which the extra 'gpu' installs"
     try:

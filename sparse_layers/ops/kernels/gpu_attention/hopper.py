@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from ..call import Call
-from ..distance_bias import has_bias
 from ..operands import Gradients, Operands
 from ..transforms import differentiable_once
 from . import triton
@@ -32,8 +31,6 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     from ..hopper_gpu import launch, settings
     from .route import query_gather_unsupported, route
 
-    if has_bias(operands):
-        return "its kernels with a bias have not run on a GPU yet"
     selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS and not launch.has_one_group(operands):
         gather_reason = query_gather_unsupported(call, operands)

@@ -8,6 +8,7 @@ Gluon is Triton's lower level: its kernels assign work to warps, lay out tiles, 
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 # pyright: reportOptionalMemberAccess=false
 
+import math
 from typing import Any
 
 from triton._C.libtriton import ir
@@ -36,9 +37,16 @@ def add_tile(desc, coord, source, _semantic=None):
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """Reinterprets shared memory as a tile of another dtype, shape and layout."""
+    """Reinterprets shared memory, or the first bytes of it, as a tile of another dtype, shape and layout."""
     method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
+    element, rows = (x.value if isinstance(x, gl.constexpr) else x for x in (dtype, shape))
+    rows = [x.value if isinstance(x, gl.constexpr) else x for x in rows]
+    bits = math.prod(buffer.shape) * buffer.dtype.primitive_bitwidth
+    number = bits // (math.prod(rows) * element.primitive_bitwidth)
+    if number == 1:
+        return method(dtype, shape, layout, _semantic=_semantic)
+    # Triton 3.8 asks for as many bytes as there are.
+    return method(dtype, [number, *rows], layout, _semantic=_semantic).index(0, _semantic=_semantic)
 
 
 @gluon.jit
