@@ -136,7 +136,7 @@ def block_sparse_attention(
       logits_soft_cap: positive c: logits x become c * tanh(x / c).
       sinks: [N] logits, differentiable, of a key of each head that has value 0 (attention sinks).
       bias: a `DistanceBias`, which adds to each logit a number by head and distance, before the soft cap: `alibi`,
-        `t5_bias` or a learned table, which gets its gradient. Not on ``hopper`` and ``cudnn``.
+        `t5_bias` or a learned table, which gets its gradient. Not on ``cudnn``.
       fwd_params: block sizes and kernel settings of the forward pass; None leaves them to the library.
       bwd_params: the same for the backward pass.
       implementation: one of `implementations()`. None picks the best one that supports the call on the platform of the

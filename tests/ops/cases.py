@@ -58,6 +58,7 @@ class Case:
     slopes: tuple[float, ...] | None = None  # of a bias, by head
     soft_cap: float | None = None
     scale: float | None = None
+    return_lse: bool = True
     core: bool = True  # whether interpreted kernels answer to it, too; what is not repeats parts of others
     left_out: str = ""  # an interpreted kernel that does not
 
@@ -80,7 +81,7 @@ class Case:
         # Of numpy: JAX would compile a program for each shape and dtype that it converts or takes over.
         dtype = np.dtype(self.dtype)
         arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
-        arrays["dlse"] = rng.normal(size=(b, t, n)).astype(np.float32)
+        arrays["dlse"] = rng.normal(size=(b, t, n)).astype(np.float32) * self.return_lse
         arrays["sinks"] = (rng.normal(size=n) + 1).astype(np.float32) if self.sinks else None
         entries = self.grid_table and (self.grid_table[0], math.prod(self.grid_table[1]))
         entries = self.table[:2] if self.table else entries
@@ -133,7 +134,7 @@ class Case:
             params, fixed = {}, candidates(self.mask, *self.shape, **params)[-1]
 
         def op(query, key, value, sinks, dynamic, selection, table=None):
-            return sl.block_sparse_attention(
+            results = sl.block_sparse_attention(
                 query,
                 key,
                 value,
@@ -146,9 +147,10 @@ class Case:
                 sinks=sinks,
                 bias=self.bias(table),
                 implementation=implementation,
-                return_lse=True,
+                return_lse=self.return_lse,
                 **params,
             )
+            return results if self.return_lse else (results, None)
 
         return op
 
@@ -161,7 +163,7 @@ class Case:
         def answers(arrays, dynamic, selection):
             operands = (arrays[x] for x in ("query", "key", "value", "sinks", "table"))
             (out, lse), pullback = jax.vjp(lambda *x: op(*x[:4], dynamic, selection, x[4]), *operands)
-            return out, lse, *pullback((arrays["dout"], arrays["dlse"]))
+            return out, lse, *pullback((arrays["dout"], arrays["dlse"] if self.return_lse else None))
 
         return lambda: _named(answers(arrays, dynamic, self.selection()))
 
@@ -265,7 +267,7 @@ def expected(case: Case):
 def check(case: Case, answers: dict[str, np.ndarray]) -> None:
     """Asserts that answers are of the right dtypes and shapes, and right to within the budget."""
     right, sizes, budgets = expected(case)
-    assert answers.keys() == right.keys()
+    assert answers.keys() | (set() if case.return_lse else {"lse"}) == right.keys()
     for name, answer in answers.items():
         assert answer.shape == right[name].shape, name
         assert answer.dtype == ("float32" if name in ("lse", "dsinks", "dtable") else case.dtype), name

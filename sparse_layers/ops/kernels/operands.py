@@ -68,6 +68,7 @@ class Operand:
         return jax.tree.leaves(self.axes)[0].startswith("b ")
 
 
+_WITH_BIAS = "pallas_tpu", "hopper", "triton", "xla", "reference"
 OPERANDS = {
     "query": Operand("b t n h", "query", "backend"),
     "key": Operand("b s k h", "key", "backend"),
@@ -77,10 +78,8 @@ OPERANDS = {
     "order_ids": Operand(("b t", "b s"), ("order_ids of queries", "order_ids of keys")),
     "mask": Operand("g t s", "a run-time mask"),
     "selection": Operand("b r g e", "selection"),
-    "bias_table": Operand(
-        "n l", "a bias with a table", "backend", backends=("pallas_tpu", "triton", "xla", "reference")
-    ),
-    "bias_slopes": Operand("n", "a bias with slopes", backends=("pallas_tpu", "hopper", "triton", "xla", "reference")),
+    "bias_table": Operand("n l", "a bias with a table", "backend", backends=_WITH_BIAS),
+    "bias_slopes": Operand("n", "a bias with slopes", backends=_WITH_BIAS),
 }
 
 

@@ -36,7 +36,7 @@ def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tupl
       >>> [(group.first, group.step, len(group.passes[0])) for group in head_groups(chains, merge=True)]
       [(0, 1, 2)]
     """
-    layouts = {tuple(one and (one.q_order, one.kv_order, one.fwd_shape, one.bwd_shape) for one in x) for x in chains}
+    layouts = {tuple(one and _layout(one) for one in x) for x in chains}
     members = [chains] if merge and len(layouts) == 1 else [(chain,) for chain in chains]
     return tuple(
         HeadGroup(
@@ -44,3 +44,9 @@ def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tupl
         )
         for first, members_of_group in enumerate(members)
     )
+
+
+def _layout(block_pass: Pass) -> tuple[Any, ...]:
+    """Returns what passes have in common that a backend computes as one."""
+    orders, shapes = (block_pass.q_order, block_pass.kv_order), (block_pass.fwd_shape, block_pass.bwd_shape)
+    return *orders, *shapes, block_pass.bias_entry

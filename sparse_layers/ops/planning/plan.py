@@ -49,6 +49,7 @@ class Pass:
     bwd_shape: tuple[int, int]  # (bq, bkv), block shape of the backward lists
     fwd_blocks: int  # number of blocks that the forward pass computes
     bwd_blocks: int  # number of blocks that the backward pass computes
+    bias_entry: int | None = None  # the only entry of a bias table that its pairs get; None if they may get several
 
     @property
     def fwd(self) -> MaskInfo:

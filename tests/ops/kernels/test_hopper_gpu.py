@@ -172,6 +172,20 @@ CASES = [
     Case("alibi-documents", sl.Causal(), 256, sizes=(128, 128), segments=(DOCUMENTS, PADDED), slopes=(0.5, 0.01)),
     Case("alibi-strided", STRIDED_4, 512, heads=(4, 2), batch=1, split=True, slopes=(0.1, 0.003, 0.2, 0.05)),
     Case("alibi-fixed", FIXED_32, 512, batch=1, split=True, shared=True, slopes=(0.1, 0.003)),
+    # Far keys of a table, whose near ones are Triton's.
+    Case("table", sl.Causal(), 300, batch=1, sinks=True, shared=True, return_lse=False, table=(2, 9, 8)),
+    Case(
+        "table-documents",
+        sl.Causal(),
+        330,
+        heads=(4, 2),
+        batch=1,
+        segments=(LONGER[:, :330],) * 2,
+        shared=True,
+        return_lse=False,
+        table=(1, 20, 6),
+        slopes=(0.7, 0.05, 0.2, -0.01),
+    ),
     Case("256-alibi", sl.Window(70), 200, sizes=(256, 256), heads=(2, 1), batch=1, slopes=(0.5, 0.01)),
 ]
 

@@ -119,6 +119,11 @@ class GroupPass:
         return row_orders(self.operands, self.passes)[1]
 
     @property
+    def bias_entry(self) -> int | None:
+        """The only entry of a bias table that pairs of the pass get; None if they may get several."""
+        return self.passes[0].bias_entry if self.passes else None
+
+    @property
     def orders(self) -> str:
         """Both row orders in words."""
         return self.passes[0].order_text if self.passes else "natural order"

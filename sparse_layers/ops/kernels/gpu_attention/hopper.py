@@ -1,12 +1,15 @@
 """The implementation "hopper": Gluon kernels for compute capability 9.0; plain Triton computes the passes left over."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from ...planning.plan import Plan
 from ..call import Call
 from ..operands import Gradients, Operands
 from ..transforms import differentiable_once
-from . import triton
+from . import far_keys, triton
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -23,6 +26,11 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     return triton.unsupported(call, operands) or bridge.gluon_unsupported()
 
 
+def planned(call: Call, operands: Operands) -> Plan | None:
+    """Returns the plan that runs: that of the call, but for the far keys of a bias with a table."""
+    return far_keys.planned(call, operands)
+
+
 def not_preferred(call: Call, operands: Operands) -> str | None:
     """Returns the reason why another implementation is the better choice, or None.
 
@@ -31,6 +39,8 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     from ..hopper_gpu import launch, settings
     from .route import query_gather_unsupported, route
 
+    if operands.bias_table is not None:
+        return "its passes beyond the reach of a bias table have not run on a GPU yet"
     selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS and not launch.has_one_group(operands):
         gather_reason = query_gather_unsupported(call, operands)
@@ -51,7 +61,7 @@ def notes(call: Call, operands: Operands) -> list[str]:
     """Returns a sentence for each reason that leaves launches to plain Triton."""
     from .route import route
 
-    return route("hopper", call, operands).notes()
+    return route("hopper", _with_plan(call, operands), operands).notes()
 
 
 @differentiable_once("hopper")
@@ -59,7 +69,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns attention out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32."""
     from . import run
 
-    return run.forward("hopper", call, operands)
+    return run.forward("hopper", _with_plan(call, operands), operands)
 
 
 @differentiable_once("hopper")
@@ -67,4 +77,8 @@ def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, d
     """Returns gradients by name, in the operands' dtypes; see `xla.backward` for the arguments."""
     from . import run
 
-    return run.backward("hopper", call, operands, lse, delta, dout)
+    return run.backward("hopper", _with_plan(call, operands), operands, lse, delta, dout)
+
+
+def _with_plan(call: Call, operands: Operands) -> Call:
+    return dataclasses.replace(call, plan=planned(call, operands))

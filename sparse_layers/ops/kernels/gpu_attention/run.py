@@ -23,7 +23,7 @@ from ..operands import Gradients, Operands
 from ..pass_blocks import join_heads
 from ..transforms import vmap_as_batch
 from ..triton_gpu import launch as triton
-from . import kv_outer
+from . import far_keys, kv_outer
 from .route import AGREE, DISAGREE, Launch, Route, route
 
 
@@ -136,6 +136,7 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
     dqs: list[PassResults | None] = [None] * len(planned.groups)
     dkv: PassResults | None = None
     dtable = None if table is None else varying_like(query, jnp.zeros_like(table))
+    far_heads = dict[tuple[int, int], int]()  # heads of which Hopper kernels left an entry out
     for launch in planned.backward:
         group_pass, head_group = launch.group_pass.bind(operands), launch.head_group
         if launch.kernel == "dkv":
@@ -148,7 +149,13 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
         if dtable is not None and dtable_of_launch is not None:
             dtable = dtable + dtable_of_launch
         dqs[head_group] = dq if earlier is None or launch.accumulates else earlier.add(dq)
+        if launch.engine == "hopper" and group_pass.bias_entry is not None:
+            far_heads[group_pass.first, group_pass.step] = group_pass.bias_entry
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
+    if dtable is not None:
+        for (first, step), entry in far_heads.items():
+            heads = slice(first, None, step)
+            dtable = far_keys.add_gradient(dtable, entry, heads, operands.sinks, lse, delta)
     dq_groups = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]
         for heads, dq in zip(planned.groups, dqs, strict=True)

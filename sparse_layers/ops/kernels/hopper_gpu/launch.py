@@ -114,6 +114,8 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         if direction == "backward":
             needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
         return f"the Hopper {needed}, got {rows} queries and {block} keys"
+    if operands.bias_table is not None and group_pass.bias_entry is None:
+        return "the Hopper kernels have no table of a bias, and keys of this pass are within its reach"
     if operands.bias_slopes is not None and (reason := _bias_unsupported(group_pass.call)) is not None:
         return reason
     entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in group_pass.passes)
@@ -175,7 +177,7 @@ def forward(
             lse = jnp.where(lse == -jnp.inf, sinks[group_pass.first :: group_pass.step], lse)
         out, lse = merge_by_lse((out, lse), forward(group_pass, None, None, True).by_token())
         return PassResults(natural, (out, lse.swapaxes(1, 2)))
-    prepared, sizes = _prepare(group_pass, "forward"), _head_sizes(group_pass)
+    prepared, sizes, shift = _prepare(group_pass, "forward"), _head_sizes(group_pass), _bias_shift(group_pass)
     one_group = has_one_group(group_pass.operands)
     order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile, sizes.query_key, one_group)
     kv_order = (group_pass.fused_with or group_pass).kv_order  # of the second pass
@@ -195,8 +197,8 @@ def forward(
         _descriptor(query if earlier is None else earlier.arrays[0], order, prepared.tile_queries, out_columns),
         *prepared.list_arrays,
         *_slopes(group_pass),
-        unused if sinks is None else sinks,
-        unused if earlier is None else _by_row(earlier.arrays[1], prepared.q, 0.0),
+        unused if sinks is None else sinks - _bias_shift(group_pass, slice(None)),
+        unused if earlier is None else _by_row(earlier.arrays[1] - shift, prepared.q, 0.0),
     ]
     forward_constants = ForwardConstants(
         keys,
@@ -214,7 +216,7 @@ def forward(
     out, lse = _launch(group_pass, hopper_forward_kernel, prepared, inputs, results, constants, {}, registers)
     lse = lse.swapaxes(1, 2)
     lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
-    return PassResults(natural, (out, lse.swapaxes(1, 2)))
+    return PassResults(natural, (out, lse.swapaxes(1, 2) + shift))
 
 
 def dqkv(
@@ -233,7 +235,7 @@ def dqkv(
     q, kv, tile_queries = prepared.q, prepared.kv, prepared.tile_queries
     keys = settings.tile_keys(kv.tile, sizes.query_key)
     lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
-    lse = _by_row(scaled_neg_lse(lse, group_pass.call), q, -jnp.inf)
+    lse = _by_row(scaled_neg_lse(lse - _bias_shift(group_pass), group_pass.call), q, -jnp.inf)
     for slopes in _slopes(group_pass):
         offsets = views.box_offsets(q.order, tile_queries)  # of queries from the first one of a step
         lse -= slopes[group_pass.first :: group_pass.step, None] * np.tile(offsets, lse.shape[-1] // tile_queries)
@@ -358,6 +360,17 @@ def _slopes(group_pass: GroupPass) -> list[jax.Array]:
     """Returns the slopes of a bias by query head, in units of q . k; no array where there are none."""
     slopes = group_pass.operands.bias_slopes
     return [] if slopes is None else [slopes / np.float32(group_pass.call.scale)]
+
+
+def _bias_shift(group_pass: GroupPass, heads: slice | None = None) -> Any:
+    """Returns the bias of all pairs of a pass by query head, of its own heads [heads, 1] by default; 0 for none.
+
+    Kernels leave it out, so lse is larger by it than theirs.
+    """
+    table, entry = group_pass.operands.bias_table, group_pass.bias_entry
+    if table is None or entry is None:
+        return 0
+    return table[group_pass.first :: group_pass.step, entry, None] if heads is None else table[heads, entry]
 
 
 def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:

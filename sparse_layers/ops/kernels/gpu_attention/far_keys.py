@@ -1,0 +1,75 @@
+"""Keys that are farther than the table of a bias reaches: there the bias is one number a head.
+
+A number that is added to all logits of a pass is a factor of its weights. So the Hopper kernels leave it out, and lse
+gets it: they compute these passes, and Triton those nearer, where the table has an entry for each distance.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ....masks.algebra import And, Not
+from ....masks.bounded_cache import bounded_cache
+from ....masks.primitives import Window
+from ...planning.plan import Plan
+from ...planning.planner import make_plan
+from ..call import Call
+from ..operands import Operands
+
+
+def planned(call: Call, operands: Operands) -> Plan | None:
+    """Returns the plan that runs: if a bias has a table, with passes of their own for the far earlier keys.
+
+    The gradient of their entry follows from the sum of all gradients of logits, which is 0 but for the sink. So lse
+    must have no gradient, and the keys must all be on the device.
+    """
+    is_whole = call.plan is not None and not call.plans_by_rank and not call.return_lse
+    is_planned = operands.mask is None and operands.selection is None
+    counts_tokens = call.bias_orders is None and call.soft_cap is None and call.bias_center > 0
+    if operands.bias_table is None or not (is_whole and is_planned and counts_tokens):
+        return call.plan
+    assert call.plan is not None
+    return _split(call.plan, call.bias_center)
+
+
+@bounded_cache()
+def _split(plan: Plan, center: int) -> Plan:
+    """Splits chains at the distance ``center``, from which all earlier keys get entry 0.
+
+    Chains whose near keys take more blocks than the far ones stay as they are.
+    """
+    near_keys = Window(center - 1, None)
+    near, far = (
+        make_plan(
+            tuple(And(mask, keys) for mask in plan.masks),
+            plan.q_len,
+            plan.kv_len,
+            fwd_params=plan.fwd_params,
+            bwd_params=plan.bwd_params,
+            implementation=plan.implementation,
+        )
+        for keys in (near_keys, Not(near_keys))
+    )
+    chains = []
+    for chain, near_chain, far_chain in zip(plan.chains, near.chains, far.chains, strict=True):
+        if sum(x.fwd_blocks for x in far_chain) > sum(x.fwd_blocks for x in near_chain):
+            chain = (*(dataclasses.replace(x, bias_entry=0) for x in far_chain), *near_chain)
+        chains.append(chain)
+    return dataclasses.replace(plan, chains=tuple(chains))
+
+
+def add_gradient(
+    dtable: jax.Array, entry: int, heads: slice, sinks: jax.Array | None, lse: jax.Array, delta: jax.Array
+) -> jax.Array:
+    """Returns dtable [N, L] with the part of ``entry`` that kernels left out, for some heads.
+
+    The gradients of the logits of a query sum to that of its sink with the opposite sign. lse and delta are [B, T, N].
+    """
+    total = jnp.zeros_like(dtable[:, 0])
+    if sinks is not None:
+        is_dead = lse == -jnp.inf
+        p = jnp.exp(jnp.minimum(sinks.astype(lse.dtype) - jnp.where(is_dead, 0, lse), 0))
+        total = (p * delta).sum((0, 1))
+    missing = total - dtable.sum(1)
+    return dtable.at[heads, entry].add(missing[heads])
