@@ -40,7 +40,7 @@ def _split(plan: Plan, center: int) -> Plan:
     Chains whose near keys take more blocks than the far ones stay as they are.
     """
     near_keys = Window(center - 1, None)
-    near, far = (
+    near_plan, far_plan = (
         make_plan(
             tuple(And(mask, keys) for mask in plan.masks),
             plan.q_len,
@@ -52,7 +52,7 @@ def _split(plan: Plan, center: int) -> Plan:
         for keys in (near_keys, Not(near_keys))
     )
     chains = []
-    for chain, near_chain, far_chain in zip(plan.chains, near.chains, far.chains, strict=True):
+    for chain, near_chain, far_chain in zip(plan.chains, near_plan.chains, far_plan.chains, strict=True):
         if sum(x.fwd_blocks for x in far_chain) > sum(x.fwd_blocks for x in near_chain):
             chain = (*(dataclasses.replace(x, bias_entry=0) for x in far_chain), *near_chain)
         chains.append(chain)
