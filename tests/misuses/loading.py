@@ -62,6 +62,20 @@ ROWS = [
         "'gpt'",
         "did you mean 'gpt2'",
     ),
+    (
+        "sl.from_huggingface('/nowhere', patterns=('causal', sl.Mixer(lambda rngs: jnp.sin)))",
+        ValueError,
+        "patterns",
+        "got Mixer(",
+        "without a Mixer and NSA",
+    ),
+    (
+        "sl.from_gpt2('/nowhere', patterns='nsa')",
+        ValueError,
+        "patterns",
+        "got 'nsa'",
+        "make a SparseTransformer and copy",
+    ),
     ("sl.from_huggingface('/nowhere', rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
 ]
 MISUSES = [Misuse(*row) for row in ROWS]

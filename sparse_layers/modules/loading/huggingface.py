@@ -20,8 +20,11 @@ from flax.typing import Dtype, PathParts
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...arguments.checks import strict_kwargs
+from ...arguments.foreign import one_line
 from ...ops.kernels.numerics import accumulator_dtype
+from ...scorers import as_nsa
 from ..attention_fn import Pattern
+from ..mixer import Mixer
 from ..mixture import MixtureOfExperts
 from ..options import LoadedModelOptions
 from ..settings import check_settings, check_stream
@@ -34,6 +37,10 @@ from .safetensors import TensorInfo, find_tensors, join_mxfp4, read_header, refu
 _HEAD = "lm_head.weight"
 # Older files also hold frequencies, and GPT-2's causal mask and its fill value.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
+# Endings of parameters of projections, norms and embeddings; a family names others in full.
+_ENDINGS = dict.fromkeys(("kernel", "scale", "embedding"), ".weight") | {"bias": ".bias"}
+# Options that make parameters without a name, by a substring of their paths.
+_UNNAMED = {".index_": "a scorer's index", ".sinks": "use_sinks", ".out_gate.": "gate_output"}
 
 
 @strict_kwargs
@@ -110,7 +117,7 @@ def from_huggingface(
     """
     path = path_of("folder", folder)
     arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    _check_arguments(arguments, options)
+    _check_arguments(arguments, options, patterns)
     arguments |= {"expert_axis": expert_axis, "token_axes": token_axes}
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
@@ -156,7 +163,7 @@ def from_gpt2(
     """
     model_path = path_of("path", path)
     arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    _check_arguments(arguments | {"num_heads": num_heads}, options)
+    _check_arguments(arguments | {"num_heads": num_heads}, options, patterns)
     folder = model_path if model_path.is_dir() else model_path.parent
     refuse_other_formats(model_path)
     files = find_tensors(model_path) if model_path.is_dir() else read_header(model_path)
@@ -178,8 +185,14 @@ def path_of(name: str, path: Any) -> pathlib.Path:
     return pathlib.Path(path)
 
 
-def _check_arguments(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _check_arguments(arguments: Mapping[str, Any], options: Mapping[str, Any], patterns: Any) -> None:
     """Refuses arguments of `from_huggingface` that are wrong for all files."""
+    for pattern in patterns if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,):
+        if isinstance(pattern, Mixer) or as_nsa(pattern) is not None:
+            raise ValueError(
+                f"patterns must be without a Mixer and NSA, which files have no tensors for, got {one_line(pattern)}: "
+                "make a SparseTransformer and copy the other layers' parameters"
+            )
     check_settings(**{name: x for name, x in arguments.items() if x is not None or name == "dtype"}, **options)
 
 
@@ -229,7 +242,9 @@ def _load(
         return SparseTransformer(**settings, param_dtype=param_dtype, rngs=rngs, **options)
 
     model = nnx.eval_shape(make, nnx.Rngs(**seeds))
+    params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     mappings = map_tensors(model, family, prefix, positions)
+    refuse_unnamed(params, mappings, allowed=("a scorer's index", "use_sinks"))
     expected = {mapping.name: mapping.tensor_shape for mapping in itertools.chain.from_iterable(mappings.values())}
     refuse_names(files, expected, str(path))
     refuse_shapes({name: x.shape for name, x in files.items()}, expected, str(path))
@@ -239,7 +254,6 @@ def _load(
 
     if jax.tree.leaves(unloaded_state(model)):  # the compiler drops all others
         nnx.update(model, nnx.jit(lambda rngs: unloaded_state(make(rngs)))(nnx.Rngs(**seeds)))
-    params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for param_path, param_mappings in mappings.items():
         # The sum of 1 and a small difference has more digits than half precision holds.
         value_dtype = accumulator_dtype(param_dtype) if param_mappings[0].offset else param_dtype
@@ -395,7 +409,8 @@ def map_tensors(
     outputs = {_module(path): math.prod(param.shape[first_output:]) for path, param in params if path[-1] == "kernel"}
     for param_path, param in params:
         module, leaf = _module(param_path), str(param_path[-1])
-        if ".index_" in module or (leaf == "sinks" and "blocks.attention.sinks" not in family.names):
+        module = module if leaf in _ENDINGS else f"{module}.{leaf}"
+        if module not in family.names:
             continue  # files cannot have it
         layers, shape = [0], param.shape
         if param_path[0] == "blocks":
@@ -414,6 +429,14 @@ def map_tensors(
             tensors = [dataclasses.replace(x, name=prefix + x.name) for x in tensors]
         mappings[param_path] = tensors
     return mappings
+
+
+def refuse_unnamed(params: Collection[PathParts], mappings: Collection[PathParts], allowed: Collection[str]) -> None:
+    """Raises ValueError for a parameter that files cannot have, except those of the ``allowed`` options."""
+    for name in (".".join(map(str, path)) for path in params if path not in mappings):
+        option = next((option for text, option in _UNNAMED.items() if text in f"{name}."), "this module")
+        if option not in allowed:
+            raise ValueError(f"model: such files have no name for {name}: only models without {option} are written")
 
 
 def _module(param_path: PathParts) -> str:
@@ -442,7 +465,7 @@ def _map_tensor(
     outputs: Mapping[str, int],
 ) -> TensorMapping:
     """Maps a parameter to its tensor; ``numbers`` are those of the layer and expert, ``outputs`` those of modules."""
-    name, sizes, columns = family.names.get(module, module), [], slice(None)
+    name, sizes, columns = family.names[module], [], slice(None)
     if isinstance(name, tuple):  # a part of a tensor
         name, index = name
         sizes = [outputs[key] for key, x in family.names.items() if isinstance(x, tuple) and x[0] == name]
@@ -450,9 +473,7 @@ def _map_tensor(
         if family.interleaved_heads:
             heads, head_dim = shape[-2:]
             columns = np.arange(sum(sizes)).reshape(heads, len(sizes), head_dim)[:, index].ravel()
-    name = f"{name.format(*numbers)}.{'bias' if leaf == 'bias' else 'weight'}"
-    if leaf == "sinks":
-        name = str(family.names["blocks.attention.sinks"]).format(*numbers)
+    name = name.format(*numbers) + _ENDINGS.get(leaf, "")
     transposed = leaf == "kernel" and not (family.conv1d and module != "head")
     if leaf == "embedding":
         tensor_shape = shape

@@ -22,7 +22,7 @@ from ...arguments.checks import strict_kwargs
 from ..transformer import SparseTransformer
 from .config import Config
 from .families import read_settings
-from .huggingface import TensorMapping, map_tensors, path_of
+from .huggingface import TensorMapping, map_tensors, path_of, refuse_unnamed
 from .model_config import config_of, layers_with_other_patterns
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -55,7 +55,7 @@ def to_huggingface(
         or ``nnx.eval_shape``; a folder that is not a path, a config that is not a mapping.
       FileExistsError: folder is a file, or has files: nothing is overwritten.
       ValueError: no family, or not that of config, has the model's architecture; `from_huggingface` would refuse
-        config; parameters (sinks, a scorer's index) or a dtype without a name in such files.
+        config; parameters without a name in such files (sinks, gates, a scorer's index), or of another dtype.
 
     Example:
       >>> import pathlib, tempfile, jax.numpy as jnp, sparse_layers as sl
@@ -87,13 +87,7 @@ def to_huggingface(
     family, entries = config_of(model, path / "config.json", config or {})
     settings = read_settings(Config(path / "config.json", entries), model.num_layers, model.seq_len)
     mappings = map_tensors(model, family, family.prefix, settings["seq_len"])
-    unnamed = [
-        param_path
-        for param_path in params
-        if param_path not in mappings or params[param_path].dtype.name not in _DTYPES
-    ]
-    if unnamed:
-        raise ValueError(f"model: such files hold no {'.'.join(map(str, unnamed[0]))} of {params[unnamed[0]].dtype}")
+    refuse_unnamed(params, mappings, allowed=())
     layers = layers_with_other_patterns(model, settings)
     if layers:
         pattern = model.blocks[layers[0] % len(model.blocks)].attention.pattern
@@ -107,15 +101,15 @@ def to_huggingface(
 
 
 def _check_values(params: Mapping[Any, Any]) -> None:
-    """Refuses parameters that are tracers or shapes without values."""
-    for param_path, param in params.items():
-        value = param.get_value()
+    """Refuses parameters that are tracers, shapes without values, or of a dtype that files do not have."""
+    for name, value in ((".".join(map(str, path)), param.get_value()) for path, param in params.items()):
         if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
             raise TypeError(
-                f"model: parameters must have values to be written, got {type(value).__name__} for "
-                f"{'.'.join(map(str, param_path))}: call to_huggingface outside of jit, with a model that "
-                "nnx.eval_shape did not make"
+                f"model: parameters must have values to be written, got {type(value).__name__} for {name}: call "
+                "to_huggingface outside of jit, with a model that nnx.eval_shape did not make"
             )
+        if value.dtype.name not in _DTYPES:
+            raise ValueError(f"model: parameters must be {', '.join(_DTYPES)}, got {value.dtype} for {name}")
 
 
 def _write_folder(path: pathlib.Path, config: Mapping[str, Any], model: Any, mappings: Any, params: Any) -> None:

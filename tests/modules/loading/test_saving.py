@@ -172,8 +172,6 @@ def test_what_is_refused(tmp_path):
             sl.to_huggingface(model, new, config=words)
     with pytest.raises(ValueError, match="model_type: 'qwen4'"):
         sl.to_huggingface(model, new, config={"model_type": "qwen4"})
-    with pytest.raises(ValueError, match=r"such files hold no blocks\.0\.attention\.sinks"):
-        sl.to_huggingface(sl.from_huggingface(FIXTURES / "qwen3", use_sinks=True), new)
     with pytest.raises(ValueError, match="seq_len, 64 in the model and 128"):
         sl.to_huggingface(sl.from_huggingface(FIXTURES / "gpt2", seq_len=64), new, config=config("gpt2"))
     kind = {"patterns": "causal", "seq_len": 16, "rngs": nnx.Rngs(0)}
@@ -215,9 +213,34 @@ def test_nothing_is_overwritten(tmp_path):
     sl.to_huggingface(model, tmp_path / "empty")
 
 
-def small_model():
+def small_model(patterns="causal", **options):
     rope = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "use_bias": False, "seq_len": 16}
-    return sl.SparseTransformer(11, 2, 8, 1, patterns="causal", rngs=nnx.Rngs(0), **rope)
+    return sl.SparseTransformer(11, 2, 8, 1, patterns=patterns, rngs=nnx.Rngs(0), **rope | options)
+
+
+def small_model_with_adapter():
+    model = small_model()
+    model.blocks[0].mlp_gate = nnx.LoRALinear(8, 32, lora_rank=2, use_bias=False, rngs=nnx.Rngs(0))
+    return model
+
+
+UNNAMED = [
+    (lambda: small_model(use_sinks=True), r"attention\.sinks: only models without use_sinks"),
+    (lambda: small_model("msa:block=16,count=1"), r"attention\.index_\w+\.\w+: only models without a scorer's index"),
+    (lambda: small_model(gate_output=True), r"attention\.out_gate\.kernel: only models without gate_output"),
+    (small_model_with_adapter, r"mlp_gate\.lora\.lora_a: only models without this module"),
+    (
+        lambda: small_model(param_dtype="float8_e4m3fn"),
+        "parameters must be float32, float16, bfloat16, got float8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), UNNAMED, ids=[reason for _, reason in UNNAMED])
+def test_parameters_without_names_are_refused_before_anything_is_written(make, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        sl.to_huggingface(make(), tmp_path / "new")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("kind", ["jit", "eval_shape"])
