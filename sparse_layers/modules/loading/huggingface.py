@@ -209,15 +209,12 @@ def _load(
     `from_huggingface` documents patterns, ``arguments`` (all other named ones) and options.
     """
     seq_len, dtype, param_dtype, rngs = (arguments[name] for name in ("seq_len", "dtype", "param_dtype", "rngs"))
-    files = {name: tensor for name, tensor in tensors().items() if not _BUFFERS.fullmatch(name)}
-    files = _text_tensors(files) if config.is_multimodal else files
     family = family_of(config)
-    files = join_mxfp4(files) if family.reads_mxfp4 and is_mxfp4(config) else files
-    prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
+    files, prefix, num_layers = _decoder_tensors(path, config, family, tensors())
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
     if config.get("vocab_size") is None and embedding in files:
         config.values["vocab_size"] = files[embedding].shape[0]
-    settings = read_settings(config, _count_layers(files, family, prefix), seq_len)
+    settings = read_settings(config, num_layers, seq_len)
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
     if seq_len is not None and seq_len > positions and settings["positions"] == "learned":
@@ -304,10 +301,23 @@ def _text_tensors(files: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     }
 
 
-def _count_layers(files: Collection[str], family: Family, prefix: str) -> int:
-    """Returns the number of layers that have tensors."""
-    layer = re.compile(re.escape(prefix + str(family.names["blocks.attention.out"]).partition("{}")[0]) + r"(\d+)\.")
-    return len({match[1] for match in map(layer.match, files) if match})
+def _decoder_tensors(
+    path: pathlib.Path, config: Config, family: Family, files: Mapping[str, TensorInfo]
+) -> tuple[dict[str, TensorInfo], str, int]:
+    """Returns the tensors of a decoder, the prefix of their names and the number of layers, which is not 0."""
+    tensors = {name: tensor for name, tensor in files.items() if not _BUFFERS.fullmatch(name)}
+    tensors = _text_tensors(tensors) if config.is_multimodal else tensors
+    tensors = join_mxfp4(tensors) if family.reads_mxfp4 and is_mxfp4(config) else tensors
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
+    layers = str(family.names["blocks.attention.out"]).partition("{}")[0]
+    matches = map(re.compile(re.escape(prefix + layers) + r"(\d+)\.").match, tensors)
+    num_layers = len({match[1] for match in matches if match})
+    if not num_layers:
+        expected = f"{family.prefix}{layers}0."
+        if config.is_multimodal:  # the names of transformers 5, and the earlier ones
+            expected = f"model.language_model.{layers}0. or language_model.{expected}"
+        raise ValueError(f"{path}: tensors of layers must begin with {expected}, got {abbreviate(files) or 'none'}")
+    return tensors, prefix, num_layers
 
 
 def _check_tensors(path: pathlib.Path, files: Mapping[str, TensorInfo], embedding: str, is_tied: bool) -> None:

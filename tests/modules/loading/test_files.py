@@ -89,6 +89,19 @@ def test_a_head_beside_images(head, tmp_path):
         sl.from_huggingface(write(tmp_path / "c", outer | {"quantization_config": {"bits": 4}}, arrays))
 
 
+@pytest.mark.parametrize("prefix", ["transformer.", "model.text.", ""])
+def test_names_of_tensors_that_do_not_fit_the_configuration(prefix, tmp_path):
+    """Other prefixes of a Qwen 3; with none, the names of a text model beside a configuration of images."""
+    settings = config("qwen3") if prefix else {"model_type": "llava", "text_config": config("qwen3")}
+    arrays = {name.replace("model.", prefix, 1) if prefix else name: x for name, x in tensors("qwen3").items()}
+    rule = "tensors of layers must begin with " + (
+        "model.layers.0." if prefix else "model.language_model.layers.0. or language_model.model.layers.0."
+    )
+    with pytest.raises(ValueError) as caught:
+        sl.from_huggingface(write(tmp_path, settings, arrays))
+    assert f"{rule}, got {prefix or 'model.'}" in str(caught.value)
+
+
 # The text_config of the released models, which say what differs from transformers' defaults.
 GEMMA3 = {
     34: {"hidden_size": 2560, "intermediate_size": 10240},
