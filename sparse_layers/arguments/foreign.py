@@ -66,6 +66,10 @@ _BIAS = (
         "for projections it is called use_bias= here (Haiku: with_bias=); for logits, relative_bias=sl.AlibiBias()",
     ),
     *_rename("use_bias", "with_bias"),
+    (
+        "recompute",
+        "it is an argument of the function's call: attention_fn(query, key, value, bias=sl.alibi(num_heads))",
+    ),
     *_LOGITS_BIAS,
 )
 _RELATIVE = (
@@ -224,6 +228,7 @@ HINTS: dict[str, Hints] = {
     "relative_bias": (
         ("bias", "a call takes bias=sl.alibi(num_heads), sl.DistanceBias(table) or sl.t5_bias(buckets)"),
         *_OF_MODEL,
+        *_say("it is an option of SparseSelfAttention and SparseTransformerBlock; NativeSparseAttention has no bias"),
     ),
     **dict.fromkeys(("alibi", "use_alibi", "alibi_slopes", "position_bias", "relative_attention_bias"), _RELATIVE),
     **dict.fromkeys(("scale", "softmax_scale", "sm_scale", "scaling", "qk_scale"), _of_layer("scale")),

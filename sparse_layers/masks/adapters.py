@@ -218,6 +218,8 @@ def _instead(value: Any) -> str:
         fields = any(field.default is field.default_factory for field in dataclasses.fields(value))
         name = f"sl.{value.__name__}" if value.__module__.startswith("sparse_layers.") else value.__name__
         return f"; a class is no mask yet: write {name}({'...' * fields})"
+    if type(value).__name__ == "Mixer":  # of the modules, which are not imported here
+        return "; a Mixer is the pattern of an NNX SparseTransformerBlock, or one of SparseTransformer(patterns=...)"
     hint = scorer_hint(value)
     return "; of a function f(b, h, q, k), write sl.from_mask_mod(f)" if callable(value) and not hint else hint
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ..ops.implementations import warn_once
 from ..ops.kernels.experts_gpu import grouped_matmul
@@ -70,9 +70,11 @@ def load_balancing_loss(logits: jax.Array, ids: jax.Array) -> jax.Array:
       logits: [..., E], whose softmax over all tokens has the mean p.
       ids: int [..., top_k], the selected experts; f is the share of each among all selections.
     """
-    num_experts = logits.shape[-1]
-    p = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, num_experts), axis=-1).mean(0)
-    f = _count(ids.reshape(-1), num_experts).astype(jnp.float32) / ids.size
+    num_experts, token_axes = logits.shape[-1], tuple(range(logits.ndim - 1))
+    p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).mean(token_axes)
+    # Comparisons and sums, which Explicit axes of a mesh take; scatters they do not.
+    is_selected = ids[..., None] == jnp.arange(num_experts)  # [..., top_k, E]
+    f = is_selected.sum((*token_axes, ids.ndim - 1), dtype=jnp.int32).astype(jnp.float32) / ids.size
     return num_experts * (f * p).sum()
 
 
@@ -117,8 +119,13 @@ def apply_experts(
 
     divides = x.ndim > 1 and x.shape[0] % math.prod(mesh.shape[name] for name in mixture.token_axes) == 0
     tokens = PartitionSpec(mixture.token_axes if divides else None)
-    specs = PartitionSpec(axis), tokens, tokens, tokens
-    return jax.shard_map(apply_local, in_specs=specs, out_specs=tokens, axis_names={*axes})(params, x, weights, ids)
+    specs, arrays = (PartitionSpec(axis), tokens, tokens, tokens), (params, x, weights, ids)
+    if AxisType.Explicit in mesh.axis_types:  # arrays are moved there as on Auto axes, if they lie elsewhere
+        arrays = tuple(
+            jax.tree.map(lambda x, spec=spec: jax.sharding.reshard(x, spec), one)
+            for one, spec in zip(arrays, specs, strict=True)
+        )
+    return jax.shard_map(apply_local, in_specs=specs, out_specs=tokens, axis_names={*axes})(*arrays)
 
 
 def _apply(

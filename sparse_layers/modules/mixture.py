@@ -6,11 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ..arguments.checks import Positive, checked
+from ..arguments.checks import Positive, checked, strict_kwargs
 from ..arguments.foreign import one_line
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS
 
 
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class MixtureOfExperts:
     """A mixture of experts, as the ``mlp=`` of a block or model: a router sends each token to ``top_k`` of the MLPs.
@@ -82,7 +83,9 @@ class MixtureOfExperts:
         if not isinstance(self.expert_axis, str | None):
             raise ValueError(f"expert_axis must be the name of a mesh axis, got {one_line(self.expert_axis)}")
         if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
-            raise ValueError(f"token_axes must be names of mesh axes, got {one_line(self.token_axes)}")
+            raise ValueError(
+                f"token_axes must be the name of a mesh axis or a tuple of names, got {one_line(self.token_axes)}"
+            )
         if axes and (self.expert_axis is None or self.expert_axis in axes):
             raise ValueError(f"token_axes={axes} must differ from expert_axis, which must be set, got {self}")
         object.__setattr__(self, "token_axes", axes)

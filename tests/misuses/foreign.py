@@ -136,6 +136,7 @@ DOORS = [
         "'bias', got float32[2, 32, 16]",
         "relative_bias=sl.AlibiBias()",
     ),
+    ("make_attention_fn", "sl.make_attention_fn('causal', 32, bias=0)", "'bias', got 0", "of the function's call"),
     ("generate", "sl.generate(model, [[1]], 1, relative_bias=0)", "'relative_bias', got 0", "when it is made"),
     (
         "NativeSparseAttention",

@@ -397,6 +397,15 @@ for shape, token_axes in (((2, 4), ("data",)), ((1, 8), ())):
         text = nnx.jit(compiled).lower(other, sharded).compile().as_text()
         assert "all-reduce" in text
         assert not [line for line in text.splitlines() if "all-gather" in line and "[8,16,12]" in line]
+mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+x = jax.random.normal(jax.random.key(0), (4, 24, 16))
+known = plain.blocks[0].experts(x), plain.blocks[0].experts.load_balancing_loss[...]
+with jax.set_mesh(mesh):  # experts that lie on one device are moved
+    settings = mixture(shared_features=4, router_bias=True, expert_axis="expert", token_axes="data")
+    experts = model(mlp=settings).blocks[0].experts
+    nnx.update(experts, jax.device_put(nnx.state(plain.blocks[0].experts, nnx.Param), NamedSharding(mesh, P())))
+    result = experts(jax.device_put(x, NamedSharding(mesh, P("data")))), experts.load_balancing_loss[...]
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), result, known)
 print("fine")
 """
 

@@ -89,10 +89,11 @@ class Route(NamedTuple):
 
     def _orders_and_heads(self, launch: Launch) -> str:
         """The row orders and the heads of a launch in brackets, if the call has several of them."""
-        row_orders = {
-            group_pass.orders for x in (*self.forward, *self.backward) for group_pass in x.group_pass.unfused()
-        }
+        passes = [group_pass for x in (*self.forward, *self.backward) for group_pass in x.group_pass.unfused()]
+        row_orders, entries = ({getattr(x, name) for x in passes} for name in ("orders", "bias_entry"))
         texts = []
+        if len(entries) > 1:
+            texts.append(f"keys {'within' if launch.group_pass.bias_entry is None else 'beyond'} the table's reach")
         if len(row_orders) > 1:
             texts.append(" and ".join(dict.fromkeys(group_pass.orders for group_pass in launch.group_pass.unfused())))
         if len(self.groups) > 1:

@@ -115,7 +115,7 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
             needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
         return f"the Hopper {needed}, got {rows} queries and {block} keys"
     if operands.bias_table is not None and group_pass.bias_entry is None:
-        return "the Hopper kernels have no table of a bias, and keys of this pass are within its reach"
+        return "the Hopper kernels have no table of a bias"
     if operands.bias_slopes is not None and (reason := _bias_unsupported(group_pass.call)) is not None:
         return reason
     entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in group_pass.passes)
