@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 import sparse_layers as sl
 from sparse_layers.ops import attention, implementations
@@ -506,3 +507,15 @@ def test_an_implementation_is_that_one(monkeypatch):
         with monkeypatch.context() as patch:
             patch.delattr(other, "forward")
             sl.block_sparse_attention(q, k, v, sl.Window(3), implementation=name)
+
+
+def test_derivatives_of_a_table_are_finite_differences():
+    with jax.enable_x64(True):
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 20, 2, 4), "float64")
+
+        def attend(table):
+            bias = sl.DistanceBias(table, center=5)
+            return sl.block_sparse_attention(q, k, v, sl.Window(8, 3), bias=bias, implementation="xla")
+
+        table = jax.random.normal(jax.random.key(1), (2, 7), "float64")
+        check_grads(attend, (table,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
