@@ -12,7 +12,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers import haiku, linen
 from sparse_layers.arguments import foreign
-from sparse_layers.arguments.checks import _keywords
+from sparse_layers.arguments.checks import keywords
 
 OP, DENSE = sl.block_sparse_attention, jax.nn.dot_product_attention
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
@@ -182,7 +182,7 @@ def test_arguments_that_messages_name_are_those_of_a_door():
         *(method for layer in (*layers, haiku.SparseSelfAttention) for method in (layer.__init__, layer.__call__)),
         linen.SparseSelfAttention.__init__,
     )
-    known = frozenset().union(*(_keywords(getattr(door, "__wrapped__", door)) for door in doors))
+    known = frozenset().union(*(keywords(getattr(door, "__wrapped__", door)) for door in doors))
     named = {other for rules in foreign.HINTS.values() for other, _ in rules} - {None}
     assert named <= known, named - known
 

@@ -45,7 +45,7 @@ def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> N
 
     A function with ``**options: Unpack[Options]`` has the keys of that TypedDict. One with other ``**options`` has all.
     """
-    known = _keywords(function)
+    known = keywords(function)
     if not kwargs.keys() <= known and "**" not in known:
         unknown = {name: value for name, value in kwargs.items() if name not in known}
         hint = foreign.advice(unknown, known) or suggest(next(iter(unknown)), known)
@@ -57,7 +57,8 @@ def _owner(function: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+def keywords(function: Callable[..., Any]) -> frozenset[str]:
+    """Returns the names of a function's arguments, those of its ``**options`` too, or "**" if these may be any."""
     parameters = inspect.signature(function).parameters.values()
     open_ended = (next(iter(get_args(p.annotation)), Any) for p in parameters if p.kind is p.VAR_KEYWORD)
     options = (getattr(kind, "__optional_keys__", {"**"}) for kind in open_ended)

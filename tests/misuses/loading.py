@@ -8,6 +8,7 @@ from tests.misuse import FLOAT, INTEGER, Misuse
 
 def names():
     return {
+        "__file__": __file__,
         "dense": nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0)),
         "model": sl.SparseTransformer(32, 4, 16, 2, patterns="causal", seq_len=8, rngs=nnx.Rngs(0)),
     }
@@ -47,7 +48,10 @@ ROWS = [
         "'pattern'",
         "called patterns= here",
     ),
-    ("sl.from_huggingface('/nowhere', mlp='gelu')", TypeError, "unknown argument", "'mlp'", "Known: "),
+    ("sl.from_huggingface('/nowhere', mlps='gelu')", TypeError, "unknown argument", "'mlps'", "Known: "),
+    ("sl.from_huggingface('/nowhere', num_heads=4)", ValueError, "num_heads", "the files' architecture", "be changed"),
+    ("sl.from_gpt2('/nowhere', gate_output=True)", ValueError, "gate_output", "the files' architecture", "be changed"),
+    ("sl.from_huggingface(__file__)", FileNotFoundError, "folder", ".py", "must be that of config.json, not a file"),
     ("sl.from_huggingface('/nowhere', seq_len=2.0)", ValueError, "seq_len", "got 2.0", INTEGER),
     ("sl.from_huggingface('/nowhere', param_dtype=jnp.int8)", ValueError, "param_dtype", "int8", FLOAT),
     ("sl.to_huggingface(3, '/nowhere')", TypeError, "model", "got int", "must be a SparseTransformer"),
@@ -60,7 +64,7 @@ ROWS = [
         ValueError,
         "model_type",
         "'gpt'",
-        "did you mean 'gpt2'",
+        "must be one of bloom, ",
     ),
     (
         "sl.from_huggingface('/nowhere', patterns=('causal', sl.Mixer(lambda rngs: jnp.sin)))",

@@ -32,14 +32,17 @@ def size(name: str, setting: str, default: Callable[[Config], int | None] = lamb
     return Entry(name, setting, lambda config: config.size(name, default(config)))
 
 
-def divisor(name: str, setting: str, of: str, *, is_optional: bool = False) -> Entry:
-    """Makes the entry of a size that must divide that of the entry ``of``, which is the default of an optional one."""
+def size_up_to(name: str, setting: str, limit: str, *, divides: bool = True, is_optional: bool = False) -> Entry:
+    """Makes the entry of a size that must not exceed the entry ``limit``, by default its divisor.
+
+    An optional one has the limit as its default.
+    """
 
     def read(config: Config) -> int:
-        multiple = config.size(of)
-        value = config.size(name, multiple if is_optional else None)
-        if multiple % value:
-            raise ValueError(f"{config.file}: {name} must divide {of}={multiple}, got {value}")
+        most = config.size(limit)
+        value = config.size(name, most if is_optional else None)
+        holds, rule = (most % value == 0, "divide") if divides else (value <= most, "not exceed")
+        config.require(holds, name, f"{rule} {config.name_in_file(limit)}={most}", value)
         return value
 
     return Entry(name, setting, read)
@@ -85,8 +88,7 @@ def _power(value: Any, power: float) -> Any:
 
 def _read_head_dim(config: Config) -> int:
     head_dim = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
-    if head_dim % 2:
-        raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
+    config.require(head_dim % 2 == 0, "head_dim", "be even, for pairs of features turn", head_dim)
     return head_dim
 
 
@@ -102,7 +104,7 @@ def llama_entries(*entries: Entry, activation: str = "hidden_act", epsilon: str 
         size("hidden_size", "features"),
         size("num_hidden_layers", "num_layers"),
         size("num_attention_heads", "num_heads"),
-        divisor("num_key_value_heads", "num_kv_heads", of="num_attention_heads", is_optional=True),
+        size_up_to("num_key_value_heads", "num_kv_heads", "num_attention_heads", is_optional=True),
         Entry("head_dim", "head_dim", _read_head_dim),
         size("intermediate_size", "mlp_features"),
         choice(activation, "mlp", GATED_MLPS),
@@ -118,7 +120,7 @@ def gpt_entries(features: str, num_heads: str, num_layers: str, seq_len: str, *e
         size("vocab_size", "vocab_size"),
         size(features, "features"),
         size(num_layers, "num_layers"),
-        divisor(num_heads, "num_heads", of=features),
+        size_up_to(num_heads, "num_heads", features),
         size(seq_len, "seq_len"),
         number("layer_norm_epsilon", "norm_epsilon"),
         *entries,

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...arguments.checks import Natural, checked, suggest
+from ...arguments.checks import Natural
 from ...masks.primitives import Causal, Window
 from ..mixture import MixtureOfExperts
 from ..relative_bias import AlibiBias
 from ..settings import PROJECTIONS
 from .config import FULL, SLIDING, Config
-from .entries import MLPS, Entry, choice, factor, gpt_entries, llama_entries, number, optional, size
+from .entries import MLPS, Entry, choice, factor, gpt_entries, llama_entries, number, optional, size, size_up_to
 from .rotary import make_rope
 
 # Settings that must have one of these values. The first is the default.
@@ -25,6 +25,9 @@ _SUPPORTED = {
     "mlp_bias": (False, True),
     "use_sliding_window": (False, True),
 }
+# Architectures that are none of `FAMILIES`, and what the layers here lack for them.
+_REFUSED: dict[str, str] = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "no layer here has latent attention")
+_REFUSED |= dict.fromkeys(("t5", "mt5", "umt5"), "models here end in logits, and none reads an encoder")
 
 
 def family_of(config: Config) -> "Family":
@@ -33,12 +36,10 @@ def family_of(config: Config) -> "Family":
     Raises:
       ValueError: an unknown family.
     """
-    name = str(config.get("model_type"))
+    reason = _REFUSED.get(str(config.get("model_type")), "other architectures have other layers")
+    name = config.one_of("model_type", FAMILIES, f"one of {', '.join(sorted(FAMILIES))}, as {reason}")
     # Mistral's newer models have windows by layer; Hugging Face's library renames them as well.
-    family = FAMILIES.get("ministral" if name == "mistral" and config.get("layer_types") else name)
-    if family is None:
-        known = suggest(config.get("model_type"), FAMILIES)
-        raise ValueError(f"{config.file}: model_type: {known}")
+    family = FAMILIES["ministral" if name == "mistral" and config.get("layer_types") else name]
     config.complete(family.defaults, family.aliases)
     return family
 
@@ -56,11 +57,10 @@ def read_settings(config: Config, num_layers: int, seq_len: int | None = None) -
     settings = {"norm": "rms", "positions": "rope", "use_bias": (*biases, "mlp") if config.get("mlp_bias") else biases}
     settings |= _read_entries(family.entries, config) | dict(family.settings) | family.derive(config)
     count = settings["num_layers"]
-    if count != num_layers:  # before anything is made for each layer
-        name = next(entry.name for entry in family.entries if entry.setting == "num_layers")
-        raise ValueError(f"{config.file}: {name} must be {num_layers}, as the tensors have so many layers, got {count}")
+    check_count(config, family.entries, "num_layers", count, num_layers)  # before anything is made for each layer
     if family.experts:
-        experts, dense = _make_experts(family, config, settings["mlp"]), settings["mlp"]
+        dense, mixture = settings["mlp"], _read_entries(family.experts, config) | dict(family.mixture)
+        experts = MixtureOfExperts(**{"activation": dense} | mixture)
         settings["mlp"] = tuple(_cycle([experts if family.has_experts(config, i) else dense for i in range(count)]))
     layer_types = _layer_types(family, config, count)
     cycle = _cycle([(x, family.rotates(config, i, x == SLIDING)) for i, x in enumerate(layer_types)])
@@ -79,12 +79,11 @@ def _read_entries(entries: tuple[Entry, ...], config: Config) -> dict[str, Any]:
     return {setting: value for setting, value in values if value is not None}
 
 
-def _make_experts(family: "Family", config: Config, activation: str) -> MixtureOfExperts:
-    settings: dict[str, Any] = {"activation": activation} | _read_entries(family.experts, config) | dict(family.mixture)
-    try:
-        return MixtureOfExperts(**settings)
-    except ValueError as error:
-        raise ValueError(f"{config.file}: {error}") from error
+def check_count(config: Config, entries: tuple[Entry, ...], setting: str, value: int, count: int) -> None:
+    """Refuses a number of layers or experts that is not that of the tensors; ``setting`` is its argument."""
+    name = next(entry.name for entry in entries if entry.setting == setting)
+    rule = f"be {count}, as the tensors have so many {setting.removeprefix('num_')}"
+    config.require(value == count, name, rule, value)
 
 
 def _layer_types(family: "Family", config: Config, count: int) -> list[str]:
@@ -96,14 +95,13 @@ def _layer_types(family: "Family", config: Config, count: int) -> list[str]:
     default_types = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
     layer_types = config.get("layer_types") or default_types
     is_known = isinstance(layer_types, list) and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
-    if not is_known or len(layer_types) != count:
-        raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {layer_types}")
-    if layer_types != default_types and "layer_types" not in family.defaults:
-        raise ValueError(
-            f"{config.file}: layer_types must be those that this architecture has, {default_types}, got {layer_types}"
-        )
-    if SLIDING in layer_types and "use_sliding_window" in family.defaults and not config.get("use_sliding_window"):
-        raise ValueError(f"{config.file}: use_sliding_window must be True where layer_types has {SLIDING!r}, got False")
+    rule = f"be {count} times {FULL!r} or {SLIDING!r}"
+    config.require(is_known and len(layer_types) == count, "layer_types", rule)
+    is_possible = layer_types == default_types or "layer_types" in family.defaults
+    config.require(is_possible, "layer_types", f"be those that this architecture has, {default_types}")
+    has_windows = "use_sliding_window" not in family.defaults or config.get("use_sliding_window")
+    rule = f"be True where layer_types has {SLIDING!r}"
+    config.require(has_windows or SLIDING not in layer_types, "use_sliding_window", rule)
     return layer_types
 
 
@@ -293,8 +291,7 @@ def _cohere(config: Config) -> dict[str, Any]:
 def _qwen3_moe_has_experts(config: Config, i: int) -> bool:
     """True if layer i of Qwen3-MoE has experts."""
     dense_layers = config.get("mlp_only_layers", [])
-    if not isinstance(dense_layers, list):
-        raise ValueError(f"{config.file}: mlp_only_layers must be a list of layers, got {dense_layers!r}")
+    config.require(isinstance(dense_layers, list), "mlp_only_layers", "be a list of layers")
     return i not in dense_layers and (i + 1) % config.size("decoder_sparse_step") == 0
 
 
@@ -307,7 +304,7 @@ def _qwen_is_sliding(config: Config, i: int) -> bool:
     """True if layer i of Qwen has a window."""
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
         return False
-    return i >= checked(f"{config.file}: max_window_layers", config.get("max_window_layers"), Natural)
+    return i >= config.size("max_window_layers", kind=Natural)
 
 
 def _exaone4_is_sliding(config: Config, i: int) -> bool:
@@ -325,8 +322,8 @@ def _smollm3_rotates(config: Config, i: int, is_sliding: bool = False) -> bool:
     count, layers = config.size("num_hidden_layers"), config.get("no_rope_layers")
     if layers is None:
         return bool((i + 1) % config.size("no_rope_layer_interval"))
-    if not isinstance(layers, list) or len(layers) != count or any(x not in (0, 1) for x in layers):
-        raise ValueError(f"{config.file}: no_rope_layers must be {count} times 0 or 1, got {layers!r}")
+    is_valid = isinstance(layers, list) and len(layers) == count and all(x in (0, 1) for x in layers)
+    config.require(is_valid, "no_rope_layers", f"be {count} times 0 or 1")
     return bool(layers[i])
 
 
@@ -415,7 +412,10 @@ _BLOOM_SIZES["tie_word_embeddings"] = True
 _BLOOM_ENTRIES = gpt_entries("hidden_size", "n_head", "n_layer", "seq_length")
 _BLOOM_ALIASES = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
 
-_EXPERTS = (size("num_local_experts", "num_experts"), size("num_experts_per_tok", "top_k"))
+_EXPERTS = (
+    size("num_local_experts", "num_experts"),
+    size_up_to("num_experts_per_tok", "top_k", "num_local_experts", divides=False),
+)
 _MIXTRAL_SIZES = _defaults(4096, 14336, 32, 32, 8, 131072, 1e-5, sliding_window=None, num_local_experts=8)
 _MIXTRAL_SIZES["num_experts_per_tok"] = 2
 _QWEN3_MOE_SIZES = _defaults(2048, 6144, 24, 32, 4, 32768, 1e-6, moe_intermediate_size=768, num_experts_per_tok=8)

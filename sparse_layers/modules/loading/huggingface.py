@@ -19,7 +19,7 @@ from flax import nnx
 from flax.typing import Dtype, PathParts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...arguments.checks import strict_kwargs
+from ...arguments.checks import F, keywords, strict_kwargs
 from ...arguments.foreign import one_line
 from ...ops.kernels.numerics import accumulator_dtype
 from ...scorers import as_nsa
@@ -31,7 +31,7 @@ from ..settings import check_settings, check_stream
 from ..transformer import SparseTransformer
 from .config import Config
 from .dense import abbreviate, refuse_fixed, refuse_names, refuse_shapes
-from .families import Family, family_of, is_mxfp4, read_settings
+from .families import Family, check_count, family_of, is_mxfp4, read_settings
 from .safetensors import TensorInfo, find_tensors, join_mxfp4, read_header, refuse_other_formats
 
 _HEAD = "lm_head.weight"
@@ -43,6 +43,19 @@ _ENDINGS = dict.fromkeys(("kernel", "scale", "embedding"), ".weight") | {"bias":
 _UNNAMED = {".index_": "a scorer's index", ".sinks": "use_sinks", ".out_gate.": "gate_output"}
 
 
+def _with_fixed_architecture(load: F) -> F:
+    """Decorates a loader so that it refuses the arguments of `SparseTransformer` that the files fix."""
+
+    @functools.wraps(load)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        names = [name for name in kwargs if name not in keywords(load)]
+        refuse_fixed(names, keywords(SparseTransformer.__init__), "the files' architecture")
+        return load(*args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType] (it has the function's signature)
+
+
+@_with_fixed_architecture
 @strict_kwargs
 def from_huggingface(
     folder: str | os.PathLike[str],
@@ -86,14 +99,13 @@ def from_huggingface(
       A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, become their sums with 1, in float32.
 
     Raises:
-      FileNotFoundError: config.json or the tensors are missing, or the tensors have another format.
-      TypeError: a folder that is not a path, rngs or patterns of another type, an unknown option or one that the files
-        fix.
-      ValueError: a file that cannot be read; a configuration with another number of layers than the tensors, with an
-        unknown architecture, activation, kind of layer or of rotary position embeddings, or with quantized tensors;
-        missing or additional tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding
-        it is tied to; more positions than were learned; an option that the configuration fixes (Gemma's scale and soft
-        caps); an expert_axis of a model without experts; and errors of `SparseTransformer`.
+      FileNotFoundError: a folder, config.json or tensors that are missing, or tensors in another format.
+      TypeError: a folder that is not a path, rngs or patterns of another type, an unknown option.
+      ValueError: a file that cannot be read; a configuration with another number of layers or experts than the tensors,
+        with an unknown architecture, activation, kind of layer or of rotary position embeddings, or with quantized
+        tensors; missing or additional tensors, shapes or dtypes that do not fit, by name; a head that differs from the
+        embedding it is tied to; more positions than were learned; an option that the files fix, such as num_heads;
+        patterns with a `Mixer` or `NSA`; an expert_axis of a model without experts; and errors of `SparseTransformer`.
 
     Example:
       >>> import json, pathlib, tempfile, jax.numpy as jnp, numpy as np, sparse_layers as sl
@@ -120,11 +132,13 @@ def from_huggingface(
     _check_arguments(arguments, options, patterns)
     arguments |= {"expert_axis": expert_axis, "token_axes": token_axes}
     if not path.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
+        rule = "on this machine, nothing is downloaded" if not path.exists() else "that of config.json, not a file"
+        raise FileNotFoundError(errno.ENOENT, f"folder must be {rule}", str(path))
     refuse_other_formats(path)
     return _load(path, Config(path / "config.json"), lambda: find_tensors(path), patterns, arguments, options)
 
 
+@_with_fixed_architecture
 @strict_kwargs
 def from_gpt2(
     path: str | os.PathLike[str],
@@ -215,6 +229,7 @@ def _load(
     if config.get("vocab_size") is None and embedding in files:
         config.values["vocab_size"] = files[embedding].shape[0]
     settings = read_settings(config, num_layers, seq_len)
+    _check_experts(path, config, family, files, prefix, settings["mlp"])
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
     if seq_len is not None and seq_len > positions and settings["positions"] == "learned":
@@ -260,10 +275,22 @@ def _load(
     return model
 
 
+def _check_experts(
+    path: pathlib.Path, config: Config, family: Family, files: Mapping[str, TensorInfo], prefix: str, mlps: Any
+) -> None:
+    """Refuses another number of experts than a router has outputs, before anything is made for each expert."""
+    for layer, mlp in enumerate(mlps):
+        if isinstance(mlp, MixtureOfExperts):
+            router = f"{prefix}{family.names['blocks.experts.router']}.weight".format(layer)
+            refuse_names([router] if router in files else [], [router], str(path))
+            check_count(config, family.experts, "num_experts", mlp.num_experts, [*files[router].shape, 0][0])
+
+
 def _divide_experts(mlps: Sequence[Any], axes: Mapping[str, Any], file: str) -> tuple[Any, ...]:
     """Returns the MLPs of layers, whose mixtures get the ``expert_axis`` and ``token_axes`` of ``axes``."""
     if not any(isinstance(mlp, MixtureOfExperts) for mlp in mlps):
-        raise ValueError(f"expert_axis must be None, as {file} has no experts, got {axes['expert_axis']!r}")
+        name, default = ("expert_axis", None) if axes["expert_axis"] else ("token_axes", ())
+        raise ValueError(f"{name} must be {default}, as {file} has no experts, got {axes[name]!r}")
     names = {name: axes[name] for name in ("expert_axis", "token_axes")}
     return tuple(dataclasses.replace(mlp, **names) if isinstance(mlp, MixtureOfExperts) else mlp for mlp in mlps)
 

@@ -41,9 +41,8 @@ def make_rope(
     """
     parameters, theta = _rotary_parameters(config, layer_type, thetas)
     share = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
-    if share != 1 and not (partial and 0 < (as_float(share) or 0) < 1):
-        rule = "a number in (0, 1]" if partial else "1"
-        raise ValueError(f"{config.file}: partial_rotary_factor must be {rule}, got {share!r}")
+    is_valid = share == 1 or (partial and 0 < (as_float(share) or 0) < 1)
+    config.require(is_valid, "partial_rotary_factor", "be a number in (0, 1]" if partial else "be 1", share)
     rotary_dim = int(head_dim * share)
     default_type = parameters.pop("type", "default")
     name = str(parameters.pop("rope_type", default_type))
@@ -68,8 +67,7 @@ def _rotary_parameters(config: Config, layer_type: str, thetas: tuple[float, ...
     theta = config.get("rope_local_base_freq" if local and len({*thetas}) > 1 else "rope_theta", thetas[-local])
     by_layer_type = isinstance(parameters, dict) and not {FULL, SLIDING}.isdisjoint(parameters)
     is_valid = isinstance(parameters.get(layer_type), dict) if by_layer_type else not parameters or len(thetas) == 1
-    if not is_valid:
-        raise ValueError(f"{config.file}: rope_parameters must be of {FULL!r} and of {SLIDING!r}, got {parameters!r}")
+    config.require(is_valid, "rope_parameters", f"be of {FULL!r} and of {SLIDING!r}", parameters)
     newer = parameters.get(FULL) if by_layer_type else parameters
     if newer and older_scaling and _without_theta(newer) != _without_theta(older_scaling):
         raise ValueError(
@@ -93,8 +91,7 @@ def _without_theta(rope: Any) -> Any:
 
 def _length_ratio(config: Config, parameters: Mapping[str, Any]) -> float:
     """Returns the ratio of a model's longest sequence to that of its original training, which a null factor means."""
-    original = config.get(_ORIGINAL, parameters.get(_ORIGINAL))
-    return config.size("max_position_embeddings") / checked(f"{config.file}: {_ORIGINAL}", original, Positive)
+    return config.size("max_position_embeddings") / config.size(_ORIGINAL, parameters.get(_ORIGINAL))
 
 
 def _make_scaling(config: Config, name: str, parameters: dict[str, Any], seq_len: int | None) -> Any:

@@ -98,14 +98,13 @@ def find_tensors(folder: pathlib.Path) -> dict[str, TensorInfo]:
 
 
 def refuse_other_formats(folder: pathlib.Path) -> None:
-    """Raises FileNotFoundError for a folder with weights in other files than `find_tensors` reads."""
+    """Raises FileNotFoundError for a folder without the files that `find_tensors` reads."""
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    weights = sorted(name for name in files if pathlib.Path(name).suffix in _WEIGHTS)
-    if weights and not files & {"model.safetensors", "model.safetensors.index.json"}:
-        rule = "weights must be in model.safetensors, or in the files of model.safetensors.index.json"
-        raise FileNotFoundError(
-            errno.ENOENT, f"{rule}; the folder has {', '.join(weights)}; {_advice(weights[0])}", str(folder)
-        )
+    if folder.is_dir() and not files & {"model.safetensors", "model.safetensors.index.json"}:
+        weights = sorted(name for name in files if pathlib.Path(name).suffix in _WEIGHTS)
+        rule = "weights must be in model.safetensors beside config.json, or where model.safetensors.index.json says"
+        others = f"{', '.join(weights)}; {_advice(weights[0])}" if weights else "none"
+        raise FileNotFoundError(errno.ENOENT, f"{rule}; the folder has {others}", str(folder))
 
 
 def _advice(file: str) -> str:

@@ -56,7 +56,8 @@ def test_layers_with_experts(tmp_path):
 
 
 REFUSED = [
-    ("qwen3_moe", {"num_experts_per_tok": 7}, "config.json: top_k=7 must not exceed num_experts=6"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok must not exceed num_local_experts=4, got 5"),
+    ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 3}, "per_tok must not exceed num_experts=2, got 3"),
     ("qwen3_moe", {"mlp_only_layers": 1}, "config.json: mlp_only_layers must be a list of layers, got 1"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "config.json: decoder_sparse_step must be an integer >= 1, got 0"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "config.json: norm_topk_prob must be False or True, got 'yes'"),
@@ -162,8 +163,19 @@ def test_experts_are_loaded_onto_their_devices():
     assert on_devices(4, "-c", PROGRAM, str(FIXTURES)) == "fine\n"
 
 
+@pytest.mark.parametrize(("name", "entry"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_a_wrong_number_of_experts_is_refused_before_anything_is_built(name, entry, tmp_path):
+    """The error names the entry that the file has: transformers 4 and 5 differ."""
+    settings(tmp_path, name, **{entry: 10**6})
+    (tmp_path / "model.safetensors").symlink_to(FIXTURES / name / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"config.json: {entry} must be \d, as the .* so many experts, got 1000000"):
+        sl.from_huggingface(tmp_path)
+
+
 def test_an_expert_axis_needs_experts():
     with pytest.raises(ValueError, match=r"expert_axis must be None, as .*config.json has no experts, got 'expert'"):
         sl.from_huggingface(FIXTURES / "qwen3", expert_axis="expert")
+    with pytest.raises(ValueError, match=r"token_axes must be \(\), as .*config.json has no experts, got 'data'"):
+        sl.from_huggingface(FIXTURES / "qwen3", token_axes="data")
     with pytest.raises(ValueError, match=r"token_axes=\('data',\) must differ from expert_axis, which must be set"):
         sl.from_huggingface(FIXTURES / "mixtral", token_axes="data")

@@ -83,8 +83,12 @@ def test_a_head_beside_images(head, tmp_path):
     arrays = {f"language_model.{name}": x for name, x in tensors("mistral").items() if name != "lm_head.weight"}
     arrays |= {head: tensors("mistral")["lm_head.weight"]}
     assert_equal(sl.from_huggingface(write(tmp_path / "a", outer, arrays)), sl.from_huggingface(FIXTURES / "mistral"))
-    with pytest.raises(ValueError, match=r"model_type: 'mllama_text'"):
-        sl.from_huggingface(write(tmp_path / "b", {"model_type": "mllama", "text_config": {}}, arrays))
+    for text, rule in (
+        ({}, "model_type must .*, got None"),
+        (config("mistral") | {"head_dim": 7}, "head_dim must .* 7"),
+    ):
+        with pytest.raises(ValueError, match=rf"config\.json: text_config\.{rule}"):
+            sl.from_huggingface(write(tmp_path / "b", outer | {"text_config": text}, arrays))
     with pytest.raises(ValueError, match="quantization_config must be None"):
         sl.from_huggingface(write(tmp_path / "c", outer | {"quantization_config": {"bits": 4}}, arrays))
 
@@ -150,6 +154,9 @@ def test_folders_with_other_formats_alone(name, advice, load, tmp_path):
     """Such folders often have no config.json either."""
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=rf"weights must be in model\.safetensors.*has {name}.*{advice}"):
+        load(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=r"weights must be in model\.safetensors .* folder has none"):
         load(tmp_path)
     write(tmp_path, config("gpt2"), tensors("gpt2"))
     assert load(tmp_path).num_layers == 3, "other formats beside it change nothing"

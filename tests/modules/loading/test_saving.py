@@ -170,7 +170,7 @@ def test_what_is_refused(tmp_path):
             ValueError, match=f"^config must be the model's, but differs in {words['model_type']}: {reason}"
         ):
             sl.to_huggingface(model, new, config=words)
-    with pytest.raises(ValueError, match="model_type: 'qwen4'"):
+    with pytest.raises(ValueError, match=r"model_type must be one of .* got 'qwen4'"):
         sl.to_huggingface(model, new, config={"model_type": "qwen4"})
     with pytest.raises(ValueError, match="seq_len, 64 in the model and 128"):
         sl.to_huggingface(sl.from_huggingface(FIXTURES / "gpt2", seq_len=64), new, config=config("gpt2"))
