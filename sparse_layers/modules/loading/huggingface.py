@@ -37,6 +37,8 @@ from .safetensors import TensorInfo, find_tensors, join_mxfp4, read_header, refu
 _HEAD = "lm_head.weight"
 # Older files also hold frequencies, and GPT-2's causal mask and its fill value.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
+# Prefixes of the text model in one of text and images: of transformers 5, and an earlier one. A head may have none.
+_TEXT = re.compile(r"(model\.)?language_model\.|(?=lm_head\.weight$)")
 # Endings of parameters of projections, norms and embeddings; a family names others in full.
 _ENDINGS = dict.fromkeys(("kernel", "scale", "embedding"), ".weight") | {"bias": ".bias"}
 # Options that make parameters without a name, by a substring of their paths.
@@ -226,7 +228,8 @@ def _load(
     family = family_of(config)
     files, prefix, num_layers = _decoder_tensors(path, config, family, tensors())
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
-    if config.get("vocab_size") is None and embedding in files:
+    refuse_names(files.keys() & {embedding}, [embedding], str(path))
+    if config.get("vocab_size") is None:
         config.values["vocab_size"] = files[embedding].shape[0]
     settings = read_settings(config, num_layers, seq_len)
     _check_experts(path, config, family, files, prefix, settings["mlp"])
@@ -242,9 +245,7 @@ def _load(
     _check_tensors(path, files, embedding, settings["tie_embeddings"])
     if settings["tie_embeddings"]:
         files.pop(_HEAD, None)
-    if param_dtype is None:
-        param_dtype = files[embedding].dtype if embedding in files else jnp.float32
-    param_dtype = jnp.dtype(param_dtype)
+    param_dtype = jnp.dtype(files[embedding].dtype if param_dtype is None else param_dtype)
     if family.zero_centered_norms and dtype is None:  # scales of norms have another dtype than all else
         settings["dtype"] = param_dtype
 
@@ -282,7 +283,7 @@ def _check_experts(
     for layer, mlp in enumerate(mlps):
         if isinstance(mlp, MixtureOfExperts):
             router = f"{prefix}{family.names['blocks.experts.router']}.weight".format(layer)
-            refuse_names([router] if router in files else [], [router], str(path))
+            refuse_names(files.keys() & {router}, [router], str(path))
             check_count(config, family.experts, "num_experts", mlp.num_experts, [*files[router].shape, 0][0])
 
 
@@ -314,26 +315,13 @@ def _rng_seeds(rngs: nnx.Rngs | None, dropout_rate: float | None) -> dict[str, A
     return seeds
 
 
-def _text_tensors(files: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Returns the tensors of the text model under its names, from a model of text and images.
-
-    Files of transformers 5 have the prefix ``model.language_model.``, earlier ones ``language_model.``.
-    """
-    prefixes = {"model.language_model.": "model.", "language_model.": "", _HEAD: _HEAD}
-    return {
-        text_prefix + name.removeprefix(prefix): tensor
-        for name, tensor in files.items()
-        for prefix, text_prefix in prefixes.items()
-        if name.startswith(prefix)
-    }
-
-
 def _decoder_tensors(
     path: pathlib.Path, config: Config, family: Family, files: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, TensorInfo], str, int]:
     """Returns the tensors of a decoder, the prefix of their names and the number of layers, which is not 0."""
     tensors = {name: tensor for name, tensor in files.items() if not _BUFFERS.fullmatch(name)}
-    tensors = _text_tensors(tensors) if config.is_multimodal else tensors
+    if config.is_multimodal:
+        tensors = {_TEXT.sub(r"\1", name, count=1): x for name, x in tensors.items() if _TEXT.match(name)}
     tensors = join_mxfp4(tensors) if family.reads_mxfp4 and is_mxfp4(config) else tensors
     prefix = family.prefix if any(name.startswith(family.prefix) for name in tensors) else ""
     layers = str(family.names["blocks.attention.out"]).partition("{}")[0]
@@ -352,8 +340,7 @@ def _check_tensors(path: pathlib.Path, files: Mapping[str, TensorInfo], embeddin
     unsupported = [name for name, x in files.items() if x.dtype is None]
     if unsupported:
         raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {abbreviate(unsupported)}")
-    has_both = is_tied and _HEAD in files and embedding in files
-    if has_both and not np.array_equal(files[_HEAD].read(), files[embedding].read()):
+    if is_tied and _HEAD in files and not np.array_equal(files[_HEAD].read(), files[embedding].read()):
         raise ValueError(f"{path}: {_HEAD} differs from {embedding}, but config.json says tie_word_embeddings=true")
 
 
