@@ -119,13 +119,11 @@ def apply_experts(
 
     divides = x.ndim > 1 and x.shape[0] % math.prod(mesh.shape[name] for name in mixture.token_axes) == 0
     tokens = PartitionSpec(mixture.token_axes if divides else None)
-    specs, arrays = (PartitionSpec(axis), tokens, tokens, tokens), (params, x, weights, ids)
+    specs = PartitionSpec(axis), tokens, tokens, tokens
     if AxisType.Explicit in mesh.axis_types:  # arrays are moved there as on Auto axes, if they lie elsewhere
-        arrays = tuple(
-            jax.tree.map(lambda x, spec=spec: jax.sharding.reshard(x, spec), one)
-            for one, spec in zip(arrays, specs, strict=True)
-        )
-    return jax.shard_map(apply_local, in_specs=specs, out_specs=tokens, axis_names={*axes})(*arrays)
+        params = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, specs[0]), params)
+        x, weights, ids = (jax.sharding.reshard(array, tokens) for array in (x, weights, ids))
+    return jax.shard_map(apply_local, in_specs=specs, out_specs=tokens, axis_names={*axes})(params, x, weights, ids)
 
 
 def _apply(
