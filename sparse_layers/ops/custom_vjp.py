@@ -17,7 +17,7 @@ from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from . import lowering, shard_calls, sharding
 from .implementations import IMPLEMENTATIONS, merges, pick_implementation
 from .kernels.call import Call
-from .kernels.numerics import reduced_lse
+from .kernels.numerics import reduced_lse, sinks_gradient
 from .kernels.operands import Operands, by_name
 
 # Names of out and lse for policies of `jax.checkpoint`: one that saves both does not compute the forward pass again.
@@ -145,8 +145,7 @@ def _attend_bwd(sub_calls, shard, has_no_empty_rows, residuals, cotangents):
         results.append(_run_backend(backward, sub_call.call, shard, arrays, *by_query))
     gradients = [by_name(arrays, x._asdict()) for arrays, x in zip(operands, results, strict=True)]
     if sinks is not None:
-        p = jnp.exp(jnp.minimum(sinks.astype(lse.dtype)[None, None] - jnp.where(is_dead, 0, lse), 0))
-        gradients[0] = gradients[0]._replace(sinks=-(p * delta).sum((0, 1)).astype(sinks.dtype))
+        gradients[0] = gradients[0]._replace(sinks=sinks_gradient(sinks, lse, delta).astype(sinks.dtype))
     return (tuple(gradients),)
 
 

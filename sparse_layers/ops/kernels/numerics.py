@@ -30,6 +30,12 @@ def reduced_lse(lse: jax.Array) -> jax.Array:
     return lse - jnp.maximum(16 * jnp.finfo(lse.dtype).eps * abs(lse) - 2, 0)
 
 
+def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns the gradient [N] of sinks [N], in the dtype of lse, from lse and delta [B, T, N] of a backward pass."""
+    p = jnp.exp(jnp.minimum(sinks.astype(lse.dtype) - jnp.where(lse == -jnp.inf, 0, lse), 0))
+    return -(p * delta).sum((0, 1))
+
+
 def base_2_sinks(sinks: jax.Array) -> jax.Array:
     """Returns sinks in float32 for kernels that multiply by log2(e), at most 2.3e38, so that no finite one overflows.
 

@@ -7,7 +7,6 @@ gets it: they compute these passes, and Triton those nearer, where the table has
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from ....masks.algebra import And, Not
 from ....masks.bounded_cache import bounded_cache
@@ -15,6 +14,7 @@ from ....masks.primitives import Window
 from ...planning.plan import Plan
 from ...planning.planner import make_plan
 from ..call import Call
+from ..numerics import sinks_gradient
 from ..operands import Operands
 
 
@@ -66,10 +66,7 @@ def add_gradient(
 
     The gradients of the logits of a query sum to that of its sink with the opposite sign. lse and delta are [B, T, N].
     """
-    total = jnp.zeros_like(dtable[:, 0])
+    missing = -dtable.sum(1)
     if sinks is not None:
-        is_dead = lse == -jnp.inf
-        p = jnp.exp(jnp.minimum(sinks.astype(lse.dtype) - jnp.where(is_dead, 0, lse), 0))
-        total = (p * delta).sum((0, 1))
-    missing = total - dtable.sum(1)
+        missing -= sinks_gradient(sinks, lse, delta)
     return dtable.at[heads, entry].add(missing[heads])

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ...planning.plan import Plan
 from ..call import Call
 from ..operands import Gradients, Operands
 from ..transforms import differentiable_once
-from . import far_keys, triton
+from . import triton
+from .far_keys import planned as planned
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -24,11 +24,6 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if operands.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {operands.query.dtype}"
     return triton.unsupported(call, operands) or bridge.gluon_unsupported()
-
-
-def planned(call: Call, operands: Operands) -> Plan | None:
-    """Returns the plan that runs: that of the call, but for the far keys of a bias with a table."""
-    return far_keys.planned(call, operands)
 
 
 def not_preferred(call: Call, operands: Operands) -> str | None:
