@@ -32,7 +32,7 @@ def reduced_lse(lse: jax.Array) -> jax.Array:
 
 def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Returns the gradient [N] of sinks [N], in the dtype of lse, from lse and delta [B, T, N] of a backward pass."""
-    p = jnp.exp(jnp.minimum(sinks.astype(lse.dtype) - jnp.where(lse == -jnp.inf, 0, lse), 0))
+    p = jnp.exp(jnp.minimum(sinks.astype(lse.dtype)[None, None] - jnp.where(lse == -jnp.inf, 0, lse), 0))
     return -(p * delta).sum((0, 1))
 
 
