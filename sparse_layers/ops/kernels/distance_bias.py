@@ -414,7 +414,7 @@ def bias_by_distance(call: Call, operands: Operands, lengths: tuple[int, int]) -
         before, behind = max(0, -first), max(0, last - (table.shape[1] - 1))
         bias = jnp.pad(table, [(0, 0), (before, behind)], mode="edge")[:, first + before : last + before + 1]
     if slopes is not None:
-        linear = -slopes[:, None] * abs(np.arange(1 - t, s)).astype(slopes.dtype)
+        linear = -slopes[:, None] * abs(np.arange(1 - t, s))[None].astype(slopes.dtype)
         bias = linear if bias is None else bias + linear
     assert bias is not None
     return bias

@@ -59,9 +59,9 @@ def _attention(call: Call, operands: Operands, cast_operands: dict[str, jax.Arra
     distances = kv_pos - q_pos[:, None]
     if operands.bias_table is not None:
         table = cast_operands["bias_table"]
-        scores += table[:, np.clip(distances + call.bias_center, 0, table.shape[1] - 1)]
+        scores += table[None, :, np.clip(distances + call.bias_center, 0, table.shape[1] - 1)]
     if operands.bias_slopes is not None:
-        scores -= operands.bias_slopes[:, None, None] * abs(distances).astype(scores.dtype)
+        scores -= operands.bias_slopes[None, :, None, None] * abs(distances)[None, None].astype(scores.dtype)
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     allowed = _allowed(call, operands)

@@ -511,7 +511,7 @@ class _Blocks:
         """Returns scores [B, K, G * bq, bkv] of a pair of blocks with their bias."""
         for bias in self.bias:
             of_pair = jnp.moveaxis(bias[self._distance_indices(outer, q_block, kv_block)], (2, 3), (0, 1))
-            scores = scores + of_pair.reshape(scores.shape[1:])
+            scores = scores + of_pair.reshape(1, *scores.shape[1:])
         return scores
 
     def add_by_distance(
@@ -544,7 +544,7 @@ class _Blocks:
             outer.first_q // pass_blocks.pairs.num_blocks[0],
         )
         q, k = q_positions.token(tokens[0]), kv_positions.token(tokens[1])
-        distances = jnp.maximum(k - q[:, None] + (q_positions.length - 1), 0)
+        distances = jnp.maximum(k[None] - q[:, None] + (q_positions.length - 1), 0)
         num_distances = q_positions.length + kv_positions.length - 1
         return list_number % self.layout.lists * num_distances + distances
 

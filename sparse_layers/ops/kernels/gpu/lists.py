@@ -242,6 +242,5 @@ def pack_mask_bits(tiles: Any, outer: RowTiling, inner: RowTiling, transposed: b
     tiles = tiles.swapaxes(1, 2) if transposed else tiles
     tiles = jnp.concatenate([jnp.ones((1, *tiles.shape[1:]), bool), tiles])
     words = jnp.pad(tiles, [(0, 0), *padding]).reshape(len(tiles), rows, -1, 32)
-    return jax.lax.bitcast_convert_type(
-        (words.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32), jnp.int32
-    )
+    bits = np.arange(32, dtype=np.uint32)[None, None, None]
+    return jax.lax.bitcast_convert_type((words.astype(np.uint32) << bits).sum(-1, dtype=np.uint32), jnp.int32)

@@ -36,7 +36,7 @@ def longest_first_order(steps: Any, few: int) -> Any:
     """
     batches, heads, blocks = steps.shape
     if not isinstance(steps, np.ndarray):
-        order = jnp.argsort(-steps, axis=-1) + blocks * np.arange(heads)[:, None]
+        order = jnp.argsort(-steps, axis=-1) + blocks * np.arange(heads)[None, :, None]
         return order.reshape(batches, heads * blocks).T.astype(jnp.int32)
     if steps.max(initial=0) <= 1.5 * steps.mean():
         return None
@@ -72,12 +72,12 @@ def split_work_tiles(steps: Any, num_splits: Any, most: int | None = None) -> Sp
         most = int(ends[:, -1].max(initial=0))
     if not most:
         return None
-    split = np.arange(most)
+    split = np.arange(most)[None]
     # The work tile of each split: as many work tiles as have all of their splits before it.
     if xp is np:
-        work_tile = np.stack([x.searchsorted(split, side="right") for x in ends])
+        work_tile = np.stack([x.searchsorted(split[0], side="right") for x in ends])
     else:
-        search = jax.vmap(lambda x: jnp.searchsorted(x, split, side="right", method="scan_unrolled"))
+        search = jax.vmap(lambda x: jnp.searchsorted(x, split[0], side="right", method="scan_unrolled"))
         work_tile = search(ends)
     exists, work_tile = work_tile < steps.shape[1], xp.minimum(work_tile, steps.shape[1] - 1)
     number, first, total = (xp.take_along_axis(x, work_tile, axis=1) for x in (num_splits, firsts, steps))

@@ -83,8 +83,8 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         out, lse = kv_outer.forward(rows)
         live = rows.live
         lse = jnp.where(live, lse, -jnp.inf)
-        sinks = -jnp.inf if operands.sinks is None else operands.sinks.astype(jnp.float32)
-        total = jnp.logaddexp(jax.nn.logsumexp(lse, axis=2), sinks)
+        sinks = jnp.full(1, -jnp.inf) if operands.sinks is None else operands.sinks
+        total = jnp.logaddexp(jax.nn.logsumexp(lse, axis=2), sinks.astype(jnp.float32)[None, None])
         weights = jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)[:, :, None])
         out = jnp.where(live[..., None], out.astype(jnp.float32), 0) * weights[..., None]
         return None, (out.sum(2).astype(operands.query.dtype), total)
@@ -129,7 +129,8 @@ def _scan_query_chunks(
     select = functools.partial(Selection, block=block // subblocks, granularity=operands.selection.granularity)
     # Invalid ids become -1 first: multiplied by `subblocks`, a large one may overflow to a valid block.
     ids, columns = operands.selection.ids[..., None], -(-operands.key.shape[1] // block)
-    ids = jnp.where((ids >= 0) & (ids < columns), ids * subblocks + np.arange(subblocks, dtype=np.int32), -1)
+    part = np.arange(subblocks, dtype=np.int32).reshape([1] * (ids.ndim - 1) + [-1])
+    ids = jnp.where((ids >= 0) & (ids < columns), ids * subblocks + part, -1)
     ids = ids.reshape(*ids.shape[:3], -1)
     table = state_table_of(operands, (1, block // subblocks), call.masks, True)
     tokens = query.shape[1]

@@ -90,7 +90,7 @@ def _run_forward(planned: Route, operands: Operands) -> tuple[jax.Array, jax.Arr
         for head_group, heads in enumerate(planned.groups)
     ]
     outs, lses = zip(*results, strict=True)
-    return join_heads(outs).astype(operands.query.dtype), join_heads(lses)
+    return join_heads([x.astype(operands.query.dtype) for x in outs]), join_heads(lses)
 
 
 def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -157,7 +157,7 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
             heads = slice(first, None, step)
             dtable = far_keys.add_gradient(dtable, entry, heads, operands.sinks, lse, delta)
     dq_groups = [
-        jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]
+        jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0].astype(query.dtype)
         for heads, dq in zip(planned.groups, dqs, strict=True)
     ]
     dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if dkv is None else dkv.by_token()

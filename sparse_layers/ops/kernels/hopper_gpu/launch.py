@@ -237,8 +237,9 @@ def dqkv(
     lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
     lse = _by_row(scaled_neg_lse(lse - _bias_shift(group_pass), group_pass.call), q, -jnp.inf)
     for slopes in _slopes(group_pass):
-        offsets = views.box_offsets(q.order, tile_queries)  # of queries from the first one of a step
-        lse -= slopes[group_pass.first :: group_pass.step, None] * np.tile(offsets, lse.shape[-1] // tile_queries)
+        offsets = views.box_offsets(q.order, tile_queries).astype(np.float32)  # of queries from the first one of a step
+        shift = np.tile(offsets, lse.shape[-1] // tile_queries)[None, None]
+        lse -= slopes[None, group_pass.first :: group_pass.step, None] * shift
     scalars = lse, _by_row(delta * -group_pass.call.scale, q, 0.0)
     # The kernel adds in place to earlier gradients: to dq in float32, and to dk and dv of all keys if these may be
     # rounded from pass to pass, or are sums over splits.
@@ -370,7 +371,7 @@ def _bias_shift(group_pass: GroupPass, heads: slice | None = None) -> Any:
     table, entry = group_pass.operands.bias_table, group_pass.bias_entry
     if table is None or entry is None:
         return 0
-    return table[group_pass.first :: group_pass.step, entry, None] if heads is None else table[heads, entry]
+    return table[None, group_pass.first :: group_pass.step, entry, None] if heads is None else table[heads, entry]
 
 
 def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:

@@ -76,7 +76,7 @@ class Steps:
                 f"pallas_tpu: {name} has {batches * heads} lists of {steps} steps, which take {size} bytes of scalar "
                 f"memory, and {SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
             )
-        position = np.arange(steps, dtype=np.int32)
+        position = np.arange(steps, dtype=np.int32)[None, None]
         outer = _outer_of_steps(starts, steps)
         # Shorter lists end in empty steps that repeat the last blocks, so nothing is loaded for them.
         live, step = position < total, xp.minimum(position, total - 1)
