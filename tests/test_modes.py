@@ -17,7 +17,7 @@ from flax import nnx
 import sparse_layers as sl
 import sparse_layers.haiku as slhk
 import sparse_layers.linen as slln
-from tests.arrays import inputs, perturbed
+from tests.arrays import inputs, perturbed, strict_promotion
 
 FIXTURES = pathlib.Path(__file__).parent / "modules" / "loading" / "fixtures"
 B, T, N, K, H, F = 2, 40, 4, 2, 8, 16
@@ -287,15 +287,9 @@ def all_tracebacks():
     jax.config.update("jax_traceback_filtering", before)
 
 
-@contextlib.contextmanager
-def no_promotion():
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        yield
-
-
 MODES = {
     "x64": lambda: jax.enable_x64(True),
-    "promotion": no_promotion,
+    "promotion": strict_promotion,
     "debug_nans": lambda: jax.debug_nans(True),
     "debug_infs": lambda: jax.debug_infs(True),
     "disable_jit": jax.disable_jit,

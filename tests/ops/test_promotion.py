@@ -10,6 +10,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning import platforms
+from tests.arrays import strict_promotion
 
 B, T, N, K, H = 2, 512, 8, 4, 128
 IDS = np.zeros((B, T), np.int32)
@@ -20,7 +21,8 @@ H200 = hardware.Device(90, 232448, 132)
 
 def selection(granularity, block):
     blocks = np.arange(T // granularity)[:, None, None] % 3 + np.arange(2)
-    return sl.Selection(jnp.broadcast_to(jnp.asarray(blocks), (B, T // granularity, 1, 2)), block=block, granularity=granularity)
+    ids = jnp.broadcast_to(jnp.asarray(blocks), (B, T // granularity, 1, 2))
+    return sl.Selection(ids, block=block, granularity=granularity)
 
 
 CASES = {
@@ -59,7 +61,7 @@ def test_strict_promotion_of_dtypes_and_ranks(implementation, case):
     shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H)
     arrays = [jnp.zeros(x, "bfloat16") for x in shapes] + [jnp.zeros((N, 135))]
     gpu = platforms.assume_gpu(H200) if implementation in ("triton", "hopper") else contextlib.nullcontext()
-    with gpu, bridge.record_launches(), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with gpu, bridge.record_launches(), strict_promotion():
         for sinks in (None, jnp.zeros(N)):
             gradients = jax.eval_shape(jax.grad(loss, (0, 1, 2, 3)), *arrays, sinks)
             assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in arrays]

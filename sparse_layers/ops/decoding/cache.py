@@ -165,7 +165,7 @@ class KVCache:
           TypeError: the pattern is no mask.
         """
         if not is_floating(dtype):
-            raise ValueError(f"dtype must be a floating one, got {dtype!r}")
+            raise ValueError(f"dtype must be a floating one, got {dtype!r}; for 8 bits write cache_dtype='int8'")
         seq_len, batch = checked("seq_len", seq_len, Length), checked("batch", batch, Positive)
         num_heads, head_size = checked("num_heads", num_heads, Positive), checked("head_size", head_size, Positive)
         num_kv_heads = num_heads if num_kv_heads is None else checked("num_kv_heads", num_kv_heads, Positive)

@@ -143,7 +143,8 @@ class DistanceBias:
             n, group = np.ogrid[: len(rows), : rows.shape[1]]
             bias = rows[n[..., None], group[..., None], index[:, :, None]]
         if self.slopes is not None:
-            bias = bias - jnp.asarray(self.slopes, dtype)[heads][..., None] * abs(distances[:, :, None]).astype(dtype)
+            slopes = jnp.asarray(self.slopes, dtype)[heads][None, ..., None]
+            bias = bias - slopes * abs(distances[:, :, None]).astype(dtype)
         return bias
 
     def tree_flatten_with_keys(self):

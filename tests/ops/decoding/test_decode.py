@@ -10,7 +10,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.decoding import cache_parts
 from sparse_layers.ops.decoding.cache_parts import plan_cache_parts
-from tests.arrays import inputs
+from tests.arrays import inputs, strict_promotion
 from tests.ops.cases import BOTH_WAYS, TINY
 from tests.programs import USUAL, on_devices
 
@@ -59,7 +59,7 @@ def compared(mask, arrays, start, prompt=None, exactly=False, chosen=None, **opt
 
     @jax.jit
     def run(q, k, v, start, prompt):
-        batch, position = jnp.arange(B), jnp.minimum(start + jnp.arange(T)[:, None], T - 1)
+        batch, position = jnp.arange(B), jnp.minimum(start[None] + jnp.arange(T)[:, None], T - 1)
         cache = empty(mask, q.dtype, k.shape[2])
         cache = cache if prompt is None else cache.filled(*prompt, start)
 
@@ -72,7 +72,8 @@ def compared(mask, arrays, start, prompt=None, exactly=False, chosen=None, **opt
         want = reference(*exact, mask, selection=chosen, **options)
         return jax.lax.scan(step, cache, position)[1], want[batch, position]
 
-    return run(*arrays, start, prompt)
+    with strict_promotion():
+        return run(*arrays, start, prompt)
 
 
 def empty(mask, dtype=jnp.float32, num_kv_heads=K, max_step=1):
