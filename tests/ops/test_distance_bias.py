@@ -174,5 +174,5 @@ def test_what_pallas_tpu_refuses_of_it():
 
 
 def test_cudnn_refuses_it():
-    with pytest.raises(NotImplementedError, match="^cudnn: it does not know a bias with slopes; "):
+    with pytest.raises(NotImplementedError, match=r"^cudnn: it does not know a bias with slopes; "):
         sl.block_sparse_attention(*arrays()[:3], sl.Causal(), bias=sl.alibi(2), implementation="cudnn")
