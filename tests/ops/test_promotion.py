@@ -1,4 +1,7 @@
-"""Every implementation under JAX's strict promotion of dtypes and ranks: forward and backward passes are traced."""
+"""Implementations under strict promotion of dtypes and ranks: forward and backward passes are traced.
+
+Not cudnn, which JAX traces only where cuDNN is installed.
+"""
 
 import contextlib
 
@@ -15,8 +18,8 @@ from tests.arrays import strict_promotion
 B, T, N, K, H = 2, 512, 8, 4, 128
 IDS = np.zeros((B, T), np.int32)
 SLOPES = tuple(2.0**-n for n in range(N))
+H200 = hardware.DEVICES["h200"]
 GRID = sl.preset("windows", shape=(16, 32), size=8)
-H200 = hardware.Device(90, 232448, 132)
 
 
 def selection(granularity, block):
@@ -32,7 +35,7 @@ CASES = {
     "soft cap": (sl.Causal() & sl.Window(99), {"logits_soft_cap": 5.0}),
     "documents": (sl.Causal(), {"segment_ids": IDS, "return_lse": True}),
     "order": (sl.Full(), {"order_ids": IDS}),
-    "run time": (jax.ShapeDtypeStruct((T, T), bool), {}),
+    "run time": (jnp.ones((T, T), bool), {}),
     "blocks": (sl.Causal(), {"selection": selection(128, 128)}),
     "queries": (sl.Causal(), {"selection": selection(1, 64)}),
     "table": (sl.Causal(), {"bias": lambda table: sl.DistanceBias(table)}),
@@ -46,17 +49,15 @@ PAIRS = [(name, case) for name in IMPLEMENTATIONS for case in CASES if (name, ca
 
 
 @pytest.mark.parametrize(("implementation", "case"), PAIRS)
-def test_strict_promotion_of_dtypes_and_ranks(implementation, case):
+def test_gradients_are_traced(implementation, case):
     if implementation in ("triton", "hopper"):
         pytest.importorskip("triton", reason="needs triton: pip install triton")
     mask, options = CASES[case]
-    return_lse = options.get("return_lse", False)
 
     def loss(q, k, v, table, sinks):
         given = {name: x(table) if name == "bias" else x for name, x in options.items()}
-        call_mask = jnp.ones(mask.shape, bool) if isinstance(mask, jax.ShapeDtypeStruct) else mask
-        out = sl.block_sparse_attention(q, k, v, call_mask, implementation=implementation, sinks=sinks, **given)
-        return sum(x.astype("float32").sum() for x in (out if return_lse else (out,)))
+        results = sl.block_sparse_attention(q, k, v, mask, implementation=implementation, sinks=sinks, **given)
+        return sum(x.astype("float32").sum() for x in jax.tree.leaves(results))
 
     shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H)
     arrays = [jnp.zeros(x, "bfloat16") for x in shapes] + [jnp.zeros((N, 135))]

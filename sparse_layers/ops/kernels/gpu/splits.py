@@ -72,17 +72,17 @@ def split_work_tiles(steps: Any, num_splits: Any, most: int | None = None) -> Sp
         most = int(ends[:, -1].max(initial=0))
     if not most:
         return None
-    split = np.arange(most)[None]
+    split = np.arange(most)
     # The work tile of each split: as many work tiles as have all of their splits before it.
     if xp is np:
-        work_tile = np.stack([x.searchsorted(split[0], side="right") for x in ends])
+        work_tile = np.stack([x.searchsorted(split, side="right") for x in ends])
     else:
-        search = jax.vmap(lambda x: jnp.searchsorted(x, split[0], side="right", method="scan_unrolled"))
+        search = jax.vmap(lambda x: jnp.searchsorted(x, split, side="right", method="scan_unrolled"))
         work_tile = search(ends)
     exists, work_tile = work_tile < steps.shape[1], xp.minimum(work_tile, steps.shape[1] - 1)
     number, first, total = (xp.take_along_axis(x, work_tile, axis=1) for x in (num_splits, firsts, steps))
     length = -(-total // xp.maximum(number, 1))
-    begin = xp.minimum((split - first) * length, total)
+    begin = xp.minimum((split[None] - first) * length, total)
     end = xp.minimum(begin + length, total)
     rows = xp.stack([xp.where(exists, x, 0) for x in (work_tile, begin, end)], axis=-1)
     return Splits(rows.swapaxes(0, 1).astype(np.int32), xp.stack([firsts, ends], axis=-1).astype(np.int32))

@@ -129,7 +129,7 @@ def _scan_query_chunks(
     select = functools.partial(Selection, block=block // subblocks, granularity=operands.selection.granularity)
     # Invalid ids become -1 first: multiplied by `subblocks`, a large one may overflow to a valid block.
     ids, columns = operands.selection.ids[..., None], -(-operands.key.shape[1] // block)
-    subblock = np.arange(subblocks, dtype=np.int32).reshape([1] * (ids.ndim - 1) + [-1])
+    subblock = np.arange(subblocks, dtype=np.int32).reshape(1, 1, 1, 1, -1)
     ids = jnp.where((ids >= 0) & (ids < columns), ids * subblocks + subblock, -1)
     ids = ids.reshape(*ids.shape[:3], -1)
     table = state_table_of(operands, (1, block // subblocks), call.masks, True)

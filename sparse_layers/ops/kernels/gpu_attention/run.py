@@ -161,8 +161,7 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
         for heads, dq in zip(planned.groups, dqs, strict=True)
     ]
     dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if dkv is None else dkv.by_token()
-    dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip((join_heads(dq_groups), dk, dv), operands[:3], strict=True))
-    return Gradients(dq, dk, dv, dtable)
+    return Gradients(join_heads(dq_groups), dk.astype(key.dtype), dv.astype(value.dtype), dtable)
 
 
 def _launch_dq(

@@ -364,7 +364,7 @@ def _slopes(group_pass: GroupPass) -> list[jax.Array]:
 
 
 def _bias_shift(group_pass: GroupPass, heads: slice | None = None) -> Any:
-    """Returns the bias of all pairs of a pass by query head, of its own heads [heads, 1] by default; 0 for none.
+    """Returns the bias of all pairs of a pass by query head, of its own heads [1, heads, 1] by default; 0 for none.
 
     Kernels leave it out, so lse is larger by it than theirs.
     """
