@@ -256,7 +256,7 @@ def _load(
 
     model = nnx.eval_shape(make, nnx.Rngs(**seeds))
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    mappings = map_tensors(model, family, prefix, positions)
+    mappings = map_tensors(params, model, family, prefix, positions)
     refuse_unnamed(params, mappings, allowed=("a scorer's index", "use_sinks"))
     expected = {mapping.name: mapping.tensor_shape for mapping in itertools.chain.from_iterable(mappings.values())}
     refuse_names(files, expected, str(path))
@@ -425,13 +425,15 @@ def _set_layer(layers: jax.Array, index: tuple[int, ...], layer: jax.Array) -> j
 
 
 def map_tensors(
-    model: SparseTransformer, family: Family, prefix: str, positions: int
+    params: Mapping[PathParts, Any], model: SparseTransformer, family: Family, prefix: str, positions: int
 ) -> dict[PathParts, list[TensorMapping]]:
     """Maps each parameter that files can have to its tensors: one, or one for each scanned layer and expert."""
-    mappings, params = {}, nnx.to_flat_state(nnx.state(model, nnx.Param))
+    mappings = {}
     first_output = 2 if model.scan_layers else 1  # axes before it are those of layers and inputs
-    outputs = {_module(path): math.prod(param.shape[first_output:]) for path, param in params if path[-1] == "kernel"}
-    for param_path, param in params:
+    outputs = {
+        _module(path): math.prod(param.shape[first_output:]) for path, param in params.items() if path[-1] == "kernel"
+    }
+    for param_path, param in params.items():
         module, leaf = _module(param_path), str(param_path[-1])
         module = module if leaf in _ENDINGS else f"{module}.{leaf}"
         if module not in family.names:

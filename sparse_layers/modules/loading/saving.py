@@ -19,6 +19,8 @@ from flax import nnx
 from flax.typing import PathParts
 
 from ...arguments.checks import strict_kwargs
+from ..experts import LoadBalancingLoss
+from ..index import IndexLoss
 from ..transformer import SparseTransformer
 from .config import Config
 from .families import read_settings
@@ -26,6 +28,8 @@ from .huggingface import TensorMapping, map_tensors, path_of, refuse_unnamed
 from .model_config import config_of, layers_with_other_patterns
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# All other variables are parameters: users freeze some by variables of a type of their own.
+_STATE = (nnx.RngState, nnx.Intermediate, nnx.Cache, IndexLoss, LoadBalancingLoss)
 
 
 @strict_kwargs
@@ -82,11 +86,11 @@ def to_huggingface(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         rule = "folder must be new or empty, nothing is overwritten: name another one, or remove this one first"
         raise FileExistsError(errno.EEXIST, rule, str(path))
-    params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(*_STATE)))))
     _check_values(params)
     family, entries = config_of(model, path / "config.json", config or {})
     settings = read_settings(Config(path / "config.json", entries), model.num_layers, model.seq_len)
-    mappings = map_tensors(model, family, family.prefix, settings["seq_len"])
+    mappings = map_tensors(params, model, family, family.prefix, settings["seq_len"])
     refuse_unnamed(params, mappings, allowed=())
     layers = layers_with_other_patterns(model, settings)
     if layers:

@@ -120,7 +120,7 @@ class DistanceBias:
 
     @property
     def on_grid(self) -> bool:
-        """True if positions are not those of tokens."""
+        """True if distances are counted on a grid, as in `grid_bias`, and not by tokens."""
         return self._orders is not None
 
     @property

@@ -202,6 +202,23 @@ def test_what_is_refused(tmp_path):
     assert not new.exists(), "refused before anything is written"
 
 
+class Frozen(nnx.Variable):
+    """Weights that an optimizer of `nnx.Param` leaves alone."""
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_frozen_weights_are_written(scan_layers, tmp_path):
+    model, copy = (small_model(scan_layers=scan_layers, dropout_rate=0.1, deterministic=True) for _ in range(2))
+    attention = model.blocks[0].attention
+    for module in (attention.query, model.blocks[0].mlp_gate, model.token_embedding):
+        name = "embedding" if module is model.token_embedding else "kernel"
+        setattr(module, name, Frozen(getattr(module, name).get_value()))
+    sl.to_huggingface(model, tmp_path / "frozen")
+    sl.to_huggingface(copy, tmp_path / "copy")
+    frozen, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("frozen", "copy"))
+    assert frozen == expected
+
+
 def test_nothing_is_overwritten(tmp_path):
     model = sl.from_huggingface(FIXTURES / "qwen3")
     (tmp_path / "notes.txt").write_text("mine")
@@ -224,11 +241,18 @@ def small_model_with_adapter():
     return model
 
 
+def small_model_with_frozen_scale():
+    model = small_model()
+    model.blocks[0].layer_scale = Frozen(jnp.ones(8))
+    return model
+
+
 UNNAMED = [
     (lambda: small_model(use_sinks=True), r"attention\.sinks: only models without use_sinks"),
     (lambda: small_model("msa:block=16,count=1"), r"attention\.index_\w+\.\w+: only models without a scorer's index"),
     (lambda: small_model(gate_output=True), r"attention\.out_gate\.kernel: only models without gate_output"),
     (small_model_with_adapter, r"mlp_gate\.lora\.lora_a: only models without this module"),
+    (small_model_with_frozen_scale, r"blocks\.0\.layer_scale: only models without this module"),
     (
         lambda: small_model(param_dtype="float8_e4m3fn"),
         "parameters must be float32, float16, bfloat16, got float8",
