@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.gpu import hardware
 from tests.ops.cases import candidates, compiled
+from tests.ops.kernels import triton_interpreter
 from tests.programs import USUAL, largest
 
 T = 40
@@ -123,6 +123,38 @@ def test_deterministic_gradients_are_summed_query_by_query():
     close(compiled(functools.partial(call, **params))(*x, dout, table), compiled(call)(*x, dout, table))
 
 
+GRID = sl.grid_bias((5, 8), np.random.default_rng(5).normal(size=(2, 3, 7)).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        (NEAR, sl.DistanceBias(arrays()[-1], 9)),
+        (sl.preset("sparse_transformer_strided", stride=8), sl.DistanceBias(arrays()[-1], 12)),
+        (sl.preset("windows", shape=(5, 8), size=4), GRID),
+    ],
+    ids=["window", "chain", "grid"],
+)
+def test_deterministic_gradients_on_gpus_are_the_same_in_any_order_of_programs(mask, bias, monkeypatch):
+    *x, dout, _ = arrays()
+
+    def gradients(bias, implementation, deterministic):
+        params = sl.BwdParams(q_blocksize=16, kv_blocksize=16, deterministic=deterministic)
+        options = {"implementation": implementation, "bwd_params": params}
+        attend = functools.partial(sl.block_sparse_attention, plan_or_mask=mask, **options)
+        return jax.vjp(lambda *x: attend(*x[:3], bias=x[3]), *x, bias)[1](dout)
+
+    def run(deterministic=True):
+        return compiled(functools.partial(gradients, implementation="triton", deterministic=deterministic))(bias)
+
+    ours, by_floats = run(), run(deterministic=False)
+    close(ours, compiled(functools.partial(gradients, implementation="reference", deterministic=True))(bias))
+    in_order = triton_interpreter.programs
+    monkeypatch.setattr(triton_interpreter, "programs", lambda grid_dim: in_order(grid_dim)[::-1])
+    jax.tree.map(np.testing.assert_array_equal, run(), ours)
+    assert (by_floats[-1].table != run(deterministic=False)[-1].table).any(), "floats depend on the order"
+
+
 def test_memory_grows_with_t_for_as_many_entries():
     """XLA compiles a program for some seconds, because the largest array of a trace is not all that it holds."""
     length = 4096
@@ -142,14 +174,6 @@ def test_tables_by_axis_of_a_grid_are_summed():
     by_axis = np.ones((2, 5), np.float32), np.arange(15, dtype=np.float32)[None]
     joint = by_axis[0][:, :, None] + by_axis[1][:, None]
     np.testing.assert_array_equal(sl.grid_bias((5, 8), by_axis).table, sl.grid_bias((5, 8), joint).table)
-
-
-def test_what_triton_refuses_of_it(monkeypatch):
-    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
-    x, params = arrays()[:3], sl.BwdParams(deterministic=True)
-    call = functools.partial(sl.block_sparse_attention, *x, sl.Causal(), implementation="triton")
-    with pytest.raises(NotImplementedError, match=r"^triton: the gradient of a bias with a table uses atomic add"):
-        call(bias=sl.DistanceBias(np.ones((1, 3))), bwd_params=params)
 
 
 def test_pallas_tpu_with_a_table_in_the_place_of_gathered_columns():

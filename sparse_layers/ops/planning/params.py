@@ -114,8 +114,8 @@ class BwdParams(KernelParams):
 
     Attributes:
       deterministic: True if gradients must be the same bit for bit from run to run. Of the implementations that add
-        in an order that varies, `cudnn` then refuses the call, `hopper` leaves this pass to `triton`, and `triton`
-        refuses a bias with a table.
+        in an order that varies, `cudnn` then refuses the call, and `hopper` leaves this pass to `triton`, which sums
+        the gradient of a bias's table in integers.
 
     Raises:
       ValueError: a value lies outside its range, or deterministic is no bool.

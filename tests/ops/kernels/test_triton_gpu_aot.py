@@ -71,6 +71,7 @@ def _chain(mask):
     return dataclasses.replace(candidates(mask, 4096)[-1], fwd_params=sl.FwdParams(), implementation="triton")
 
 
+REPEATABLE = {"bwd_params": sl.BwdParams(deterministic=True)}
 WIDE = {"heads": (512, 512)}
 BY_KEY = "kv_outer", "dkv_with_dq"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
@@ -123,6 +124,7 @@ CASES = [
     Case("corner", 90, _chain(CORNER), (64, 64), only=("dq_with_dkv",)),
     # Tiles of natural order, and of residues, which sum the gradient pair by pair.
     Case("bias", 90, _chain(STRIDED), (64, 64), only=("forward", "dq", "dkv"), options={"bias": BIAS}),
+    Case("repeatable", 90, sl.Window(63), (64, 64), only=("forward", "dq", "dkv"), options={"bias": BIAS} | REPEATABLE),
     Case("swin", 90, SWIN[0], (32, 32), only=("dq",), length=3136, options={"bias": SWIN[1], "heads": (4, 4)}),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
 ]
@@ -170,7 +172,7 @@ ALWAYS = {"OUT.EXISTS", "KV.PACK", "KV.GATHERED"}
 OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "ORDER", "TILES")} | {
     f"L.{x}" for x in ("ANY_FULL", "ANY_PARTIAL", "GRANULARITY")
 }
-OF_CHOICES |= {"BIAS.EXISTS", "BIAS.LENGTH", "BIAS.SLOPES"}
+OF_CHOICES |= {"BIAS.EXISTS", "BIAS.LENGTH", "BIAS.SLOPES", "BIAS.FIXED_POINT"}
 OF_CHOICES |= {"A.HEAD_STEP", "OUT.ORDER", "KV.ORDER", "KV.TILES", "OUT.BY_TOKEN", "W.MERGED"}
 NO_SWITCHES = {
     "triton_forward_kernel": ALWAYS | {"Q.GATHERED"},

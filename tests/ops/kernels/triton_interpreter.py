@@ -64,12 +64,17 @@ def run(kernel, grid, outputs, constants, *arrays, in_place=()):
         ]
         pointers = {buffer.name: buffer.pointer for buffer in MACHINE.buffers}
         try:
-            for program, grid_idx in enumerate(itertools.product(*map(range, MACHINE.grid_dim))):
+            for program, grid_idx in programs(MACHINE.grid_dim):
                 MACHINE.program, MACHINE.grid_idx = program, grid_idx
                 function(**pointers, **constants)
         finally:
             MACHINE.buffers = []  # they may be large
     return *results, *(inputs[i] for i in in_place)
+
+
+def programs(grid_dim):
+    """The numbers and indices of programs, in the order in which they run. A GPU promises none."""
+    return [*enumerate(itertools.product(*map(range, grid_dim)))]
 
 
 class Semantic(TritonSemantic):

@@ -30,8 +30,9 @@ class Buffer:
 
     @functools.cached_property
     def as_pairs(self):
-        """An array of 8 bits that is read two elements at a time."""
-        pairs = Buffer(self.name, self.elements.view(np.int16), 0, writable=False, given=self.given)
+        """The elements two at a time: of 8 bits to read, of 32 bits to add to."""
+        wide = {1: np.int16, 4: np.int64}[self.elements.itemsize]
+        pairs = Buffer(self.name, self.elements.view(wide), 0, writable=False, given=self.given)
         pairs.base, pairs.owner = self.base, None if self.owner is None else self.owner[::2]
         return pairs
 
@@ -126,7 +127,7 @@ class Machine(stock.InterpreterBuilder):
             raise self.bug(f"out of bounds: {verb} the address {some}, far from every argument")
         buffer = self.buffers[slot]
         element = numpy_type(pointers.dtype.element_ty)
-        if element == np.int16 and buffer.elements.itemsize == 1 and verb == "loads":
+        if (verb, element.name, buffer.elements.itemsize) in (("loads", "int16", 1), ("adds to", "int64", 4)):
             buffer = buffer.as_pairs
         elif element != buffer.elements.dtype:
             raise self.bug(f"{verb} {buffer.name} through a pointer to {pointers.dtype.element_ty}")
@@ -198,7 +199,7 @@ class Machine(stock.InterpreterBuilder):
     def create_atomic_rmw(self, operation, pointers, value, mask, *_):
         """Adds in place. What was there before depends on the order of programs: it is poison."""
         buffer, index = self.locate("adds to", pointers, mask.data)
-        if operation != stock._ir.ATOMIC_OP.FADD or not buffer.given:
+        if operation not in (stock._ir.ATOMIC_OP.FADD, stock._ir.ATOMIC_OP.ADD) or not buffer.given:
             self.refuse_atomic()
         np.add.at(buffer.elements, index, np.where(mask.data, value.data, 0))
         element = pointers.dtype.element_ty

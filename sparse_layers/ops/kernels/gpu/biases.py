@@ -10,6 +10,9 @@ no index of such a tile lies outside.
 **The gradient is summed along diagonals.** In natural order, all pairs on a diagonal of a tile have one distance. Rows
 are rotated until diagonals are columns, and a column is one atomic addition. Other row orders, and positions on a grid,
 add pair by pair.
+
+**Deterministic gradients are summed in integers.** Programs add to the gradient in any order, which changes the
+rounding of floats. With FIXED_POINT, they add multiples of one small unit, as integers of 64 bits: sums are exact.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -30,6 +33,7 @@ class BiasOfHead(NamedTuple):
     table: Any
     slope: Any
     dtable: Any
+    dtable_scale: Any  # units of 1, see FIXED_POINT
 
 
 class TilePositions(NamedTuple):
@@ -41,17 +45,21 @@ class TilePositions(NamedTuple):
 
 
 @triton.jit
-def load_bias(table, slopes, dtable, head, A: tl.constexpr):
+def load_bias(table, slopes, dtable, dtable_scale, head, A: tl.constexpr):
     """Loads the `BiasOfHead` of a query head; 0 for what is None, which Triton 3.6 cannot return."""
-    slope = 0.0
+    slope, scale = 0.0, 0.0
     if A.BIAS.SLOPES:
         slope = tl.load(slopes + head)
     if A.BIAS.LENGTH == 0:
-        return BiasOfHead(0, slope, 0)
+        return BiasOfHead(0, slope, 0, scale)
     elif dtable is None:
-        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, 0)
+        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, 0, scale)
+    elif A.BIAS.FIXED_POINT:
+        dtable = dtable.to(tl.pointer_type(tl.int64))
+        scale = tl.load(dtable_scale)
+        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, dtable + head * A.BIAS.LENGTH, scale)
     else:
-        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, dtable + head * A.BIAS.LENGTH)
+        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, dtable + head * A.BIAS.LENGTH, scale)
 
 
 @triton.jit
@@ -132,6 +140,14 @@ def biased_logits(products, bias, queries, keys, Q_AXIS: tl.constexpr, A: tl.con
 
 
 @triton.jit
+def _add_to_dtable(pointers, x, mask, bias, A: tl.constexpr):
+    """Adds x to the gradient of the table, atomically."""
+    if A.BIAS.FIXED_POINT:
+        x = (x * bias.dtable_scale).to(tl.int64)
+    tl.atomic_add(pointers, x, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def zero_end_sums(Q: tl.constexpr):
     """Returns the sums of ds over pairs that take the first entry, and the last one, by query."""
     return full(Q.TILE, 0.0), full(Q.TILE, 0.0)
@@ -152,21 +168,21 @@ def add_by_distance(ds, end_sums, bias, queries, keys, A: tl.constexpr, Q: tl.co
     elif _are_rows(Q) and _are_rows(KV):
         pointer = bias.dtable + (keys.first - queries.first + A.BIAS.CENTER)
         if Q.TILE <= KV.TILE:
-            _add_diagonals(ds, pointer, 1, Q.TILE, KV.TILE)
+            _add_diagonals(ds, pointer, 1, bias, A, Q.TILE, KV.TILE)
         else:
-            _add_diagonals(tl.trans(ds), pointer, -1, KV.TILE, Q.TILE)
+            _add_diagonals(tl.trans(ds), pointer, -1, bias, A, KV.TILE, Q.TILE)
     else:
         # Many pairs may take the first entry, or the last one: they would wait for each other.
         index = _indices(queries, keys, 0, A)
         is_first, is_last = index <= A.BIAS.PADDING, index >= A.BIAS.LENGTH - 1 - A.BIAS.PADDING
         first_sum += tl.sum(tl.where(is_first, ds, 0.0), 1)
         last_sum += tl.sum(tl.where(is_last, ds, 0.0), 1)
-        tl.atomic_add(bias.dtable + index, ds, mask=(is_first | is_last) == 0, sem="relaxed")
+        _add_to_dtable(bias.dtable + index, ds, (is_first | is_last) == 0, bias, A)
     return first_sum, last_sum
 
 
 @triton.jit
-def _add_diagonals(x, pointer, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_diagonals(x, pointer, SIGN: tl.constexpr, bias, A: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Adds x [ROWS, COLUMNS] to the gradient of the table; that of x[i, j] is at ``pointer + SIGN * (j - i)``."""
     diagonal = tl.arange(0, COLUMNS)
     column = tl.arange(0, ROWS)[:, None] + diagonal[None, :]
@@ -174,11 +190,11 @@ def _add_diagonals(x, pointer, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: 
     # Rotated columns go on with the diagonal d - COLUMNS. [COLUMNS, 2]: sums of both.
     sums = tl.sum(tl.join(tl.where(column < COLUMNS, rotated, 0.0), tl.where(column < COLUMNS, 0.0, rotated)), 0)
     offset = diagonal[:, None] - tl.arange(0, 2)[None, :] * COLUMNS
-    tl.atomic_add(pointer + SIGN * offset, sums, sem="relaxed")
+    _add_to_dtable(pointer + SIGN * offset, sums, None, bias, A)
 
 
 @triton.jit
 def store_end_sums(end_sums, bias, A: tl.constexpr):
     """Adds the sums of the first entry and of the last one to the gradient of the table."""
-    tl.atomic_add(bias.dtable, tl.sum(end_sums[0], 0), sem="relaxed")
-    tl.atomic_add(bias.dtable + (A.BIAS.LENGTH - 1), tl.sum(end_sums[1], 0), sem="relaxed")
+    _add_to_dtable(bias.dtable, tl.sum(end_sums[0], 0), None, bias, A)
+    _add_to_dtable(bias.dtable + (A.BIAS.LENGTH - 1), tl.sum(end_sums[1], 0), None, bias, A)

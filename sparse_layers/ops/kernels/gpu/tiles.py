@@ -45,6 +45,7 @@ class BiasConstants(NamedTuple):
     PADDING: int  # copies of the first entry before it, and of the last one behind it; twice the rows of a tile
     SLOPES: bool  # True if there are slopes
     UNIT: float  # factor by which table and slopes are multiplied: logits to base 2, or what a soft cap takes
+    FIXED_POINT: bool  # True if the gradient of the table is summed in integers of 64 bits
 
 
 class ArrayShapes(NamedTuple):

@@ -23,8 +23,6 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
     if operands.query.shape[0] > hardware.MAX_BATCH_ENTRIES:
         return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
-    if operands.bias_table is not None and call.params[1].deterministic:
-        return "the gradient of a bias with a table uses atomic additions, and bwd_params has deterministic=True"
     return settings.unsupported(settings.KernelInputs.of(operands), call.params, device)
 
 

@@ -13,7 +13,7 @@ are complete. WITH_DQ: `dkv_kernel` stores dq of each step.
 of all work tiles adds these in their order, so that results are the same from run to run.
 
 **The gradient of a bias's table is that of `dq_kernel`.** It adds ds by distance, by atomic additions: all programs of
-a head share the table.
+a head share the table. They are additions of integers if gradients must be deterministic.
 
 **Scores are transposed in `dkv_kernel`.** Scores, p, dp and ds are [keys, queries], and so the left sides of the
 products of dv and dk.
@@ -277,7 +277,8 @@ def dq_kernel(
     earlier_dq,  # [B, EARLIER.ROWS, PASS_HEADS, H]: dq of earlier passes
     earlier_dk,  # [B, EARLIER_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
     earlier_dv,  # [B, EARLIER_KV.ROWS, KV_HEADS, HV]
-    dtable,  # float32 [HEADS, BIAS.LENGTH]: the gradient of the table, added to in place; None without a table
+    dtable_scale,  # float32 []: units of 1 in ``dtable``, if BIAS.FIXED_POINT, else None
+    dtable,  # float32 or int64 [HEADS, BIAS.LENGTH]: the gradient of the table, added to in place; None without a table
     dq,  # [B, OUT.ROWS, PASS_HEADS, H]; like ``split_dq`` if SPLITS
     dk,  # [B, S, KV_HEADS, H] if WITH_DKV
     dv,  # [B, S, KV_HEADS, HV]
@@ -302,7 +303,7 @@ def dq_kernel(
     q_rows = rows_of_tile(work_tile, Q, A.T)
     row_in_block = q_rows.row_in_block
 
-    bias = load_bias(bias_table, bias_slopes, dtable, head, A)
+    bias = load_bias(bias_table, bias_slopes, dtable, dtable_scale, head, A)
     queries = _load_queries(QueryPointers(q, dout, lse, delta), q_ids, bias, batch, head, work_tile, q_rows, A, Q)
     vector, earlier = batch * A.S * A.KV_HEADS + kv_head, batch * EARLIER_KV.ROWS * A.KV_HEADS + kv_head
     kv_ids += batch * (A.NUM_IDS * A.S)
@@ -401,7 +402,7 @@ def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits
     pointers = QueryPointers(q, dout, pointers.lse + number, pointers.delta + number)
     lists = move_to_list(lists, span)
     dq += (batch * Q.ROWS * A.PASS_HEADS + pass_head) * A.H
-    bias = load_bias(bias_pointers[0], bias_pointers[1], None, head, A)
+    bias = load_bias(bias_pointers[0], bias_pointers[1], None, None, head, A)
     if L.ANY_FULL:
         dk, dv = _dkv_steps(first, first_partial, span.num_entries, dk, dv, keys, pointers, lists, bias, dq, A, Q, KV,
                             L, False, WITH_DQ)  # fmt: skip

@@ -259,7 +259,7 @@ def triton_forward_kernel(
         state = _merge_splits(work_tile, state, ResultPointers(split_out, split_lse), batch, row_in_block, A, Q)
 
     positions = positions_of_tile(q_block, work_tile.tile, token, Q)
-    queries = QueryTile(q_tile, row_in_block, ids, positions, load_bias(bias_table, bias_slopes, None, head, A))
+    queries = QueryTile(q_tile, row_in_block, ids, positions, load_bias(bias_table, bias_slopes, None, None, head, A))
     vector = batch * A.S * A.KV_HEADS + kv_head
     kv, kv_ids = KVPointers(k + vector * A.H, v + vector * A.HV), kv_ids + batch * (A.NUM_IDS * A.S)
     lists = BlockListPointers(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)

@@ -82,11 +82,13 @@ def dq(
     constants |= {"EARLIER_KV": _result_rows(earlier_kv), "WITH_DKV": with_dkv}
     sums = prepared.zero_dtable
     constants |= {} if sums else {"dtable": None}
+    scales = [prepared.dtable_scale(inputs)] if sums and prepared.deterministic else []
+    constants |= {} if scales else {"dtable_scale": None}
     dq, dk, dv, *sums = prepared.launch_kernel(
         dq_kernel,
         [*prepared.second_list_arrays, *group_pass.ids, *bias_arrays],
         [head_sizes(group_pass)[0]],
-        [*inputs, *_result_arrays(earlier, 1), *_result_arrays(earlier_kv, 2)],
+        [*inputs, *_result_arrays(earlier, 1), *_result_arrays(earlier_kv, 2), *scales],
         outputs,
         constants | {"EARLIER": _result_rows(earlier)},
         constants | {"EARLIER": _result_rows(None)},
@@ -94,7 +96,7 @@ def dq(
         sums,
     )
     dkv = PassResults(RowOrder(kv_rows), (dk, dv)) if with_dkv else None
-    return PassResults(order, (dq,)), dkv, prepared.dtable(*sums) if sums else None
+    return PassResults(order, (dq,)), dkv, prepared.dtable(*sums, *scales) if sums else None
 
 
 def dkv(
@@ -321,17 +323,37 @@ class PreparedLaunch:
         return jnp.pad(table, [(0, 0), (padding, padding)], mode="edge")
 
     @property
+    def deterministic(self) -> bool:
+        """True if gradients must be the same from run to run."""
+        return self.group_pass.call.params[1].deterministic
+
+    @property
     def zero_dtable(self) -> tuple[jax.Array, ...]:
-        """The gradient of a padded table before any launch, zeros; () without a table."""
+        """The gradient of a padded table before any launch, zeros; () without a table.
+
+        Deterministic ones are integers of 64 bits, which are pairs of 32 bits here: JAX may have none of 64.
+        """
         operands = self.group_pass.operands
         if operands.bias_table is None:
             return ()
         shape = len(operands.bias_table), self._bias_constants.LENGTH
-        return (varying_like(operands.query, jnp.zeros(shape, jnp.float32)),)
+        zeros = jnp.zeros((*shape, 2), jnp.int32) if self.deterministic else jnp.zeros(shape, jnp.float32)
+        return (varying_like(operands.query, zeros),)
 
-    def dtable(self, padded: jax.Array) -> jax.Array:
+    def dtable_scale(self, inputs: BackwardInputs) -> jax.Array:
+        """Returns units of 1 in a deterministic gradient of the table, float32 [1], for which no sum is above 2^62."""
+        value, rows = self.group_pass.operands.value, inputs.delta.size // inputs.delta.shape[1]
+        dp = value.shape[-1] * _largest(inputs.dout) * _largest(value)
+        exponent = 61 - math.log2(rows) - jnp.log2(dp + _largest(inputs.delta))  # the weights of a row sum up to 1
+        return jnp.exp2(jnp.minimum(exponent, 126))[None]
+
+    def dtable(self, padded: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         """Returns the gradient of the table [N, L] for that of the padded table."""
         table = self.group_pass.operands.bias_table
+        if scale is not None:
+            low, high = padded[..., 0], padded[..., 1]
+            high += low < 0  # a negative low half is 2^32 less than its bits without a sign
+            padded = (high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)) / scale
         return jax.linear_transpose(self._pad_table, table)(padded)[0]
 
     @property
@@ -340,11 +362,10 @@ class PreparedLaunch:
         table, has_slopes = operands.bias_table, operands.bias_slopes is not None
         unit = 1 / math.log(2) if call.soft_cap is None else 1 / call.soft_cap
         if table is None:
-            return tiles.BiasConstants(has_slopes, 0, 0, 0, has_slopes, unit if has_slopes else 1.0)
+            return tiles.BiasConstants(has_slopes, 0, 0, 0, has_slopes, unit if has_slopes else 1.0, False)
         padding = 2 * max(self.q.tile, self.kv.tile)
-        return tiles.BiasConstants(
-            True, table.shape[1] + 2 * padding, call.bias_center + padding, padding, has_slopes, unit
-        )
+        length, center = table.shape[1] + 2 * padding, call.bias_center + padding
+        return tiles.BiasConstants(True, length, center, padding, has_slopes, unit, self.deterministic)
 
     def launch_kernel(
         self,
@@ -453,6 +474,10 @@ class PreparedLaunch:
             kernel, grid, arrays, outputs, constants, settings.num_warps, settings.num_stages, in_place
         )
         return [varying_like(query, x) for x in results]
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return abs(x).max().astype(jnp.float32)
 
 
 def _result_order(order: RowOrder) -> RowOrder:
