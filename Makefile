@@ -1,6 +1,7 @@
 # make train [ARGS="--pattern local:local_attn_ctx=64 --out runs/local"]   train the example language model
 # make check [ONLY=hopper]                                                 lint, types and the fast tests; ONLY adds a backend or a room
 # make test                                                                lint, types, tests and doctests
+# make test-all                                                            the same, with all cases of the longest tables
 # make test-jax                                                            of the tests those that a second version of JAX needs
 # make test-triton                                                         the GPU kernels, compiled by earlier versions of Triton
 # make docs                                                                the site, in docs/_build/html
@@ -20,7 +21,7 @@ endif
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
-.PHONY: train lint check test test-jax test-triton docs test-docs venv clean
+.PHONY: train lint check test test-all test-jax test-triton docs test-docs venv clean
 
 train: $(stamp)
 	$(bin)/python -m examples.train_lm.train $(ARGS)
@@ -63,16 +64,19 @@ check: lint
 test: lint
 	$(pytest) --junit-xml build/tests.xml
 
-# Each fifth test: five divides no usual number of backends, dtypes or lengths, so a sample has all of them.
-test-jax: lint
-	$(pytest) --every 5 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(left_out))
+test-all:
+	ALL_CASES=1 $(MAKE) test
 
-# `make test` has the newest. The oldest compiles half of the cases, those between a third.
+# Each seventh test: seven divides no usual number of backends, dtypes or lengths, so a sample has all of them.
+test-jax: lint
+	$(pytest) --every 7 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(left_out))
+
+# `make test` has the newest. The oldest compiles a third of the cases, those between a fifth.
 tritons := 3.6.0 3.7.0 3.8.0
 compiled := $(wildcard tests/ops/kernels/test_*_gpu_aot.py)
 
 test-triton: $(addprefix build/triton-,$(tritons))
-	$(foreach version,$(tritons),PYTHONPATH=build/triton-$(version) $(pytest) --every $(if $(filter 3.6%,$(version)),2,3) $(compiled) &&) true
+	$(foreach version,$(tritons),PYTHONPATH=build/triton-$(version) $(pytest) --every $(if $(filter 3.6%,$(version)),3,5) $(compiled) &&) true
 
 build/triton-%: $(stamp)
 	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ triton==$*

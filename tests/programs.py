@@ -4,15 +4,25 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
 
 # The settings of the environment by which tests/conftest.py has programs compiled quickly.
 QUICK = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+# `make test` runs a share of the cases of some long tables, and `make test-all` all of them.
+ALL_CASES = bool(os.environ.get("ALL_CASES"))
 # For ``compile``: XLA's usual way of fusing, in tests of what it keeps and of how much memory it takes.
 USUAL = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ.get("XLA_FLAGS", "") else None
+
+
+def sampled(cases: Collection[Any], share: float) -> list[Any]:
+    """A share of the cases, or the names of a table's, evenly spread; all of them under ``ALL_CASES=1``.
+
+    A share like 0.6 meets each backend where the cases of several take turns.
+    """
+    return [case for i, case in enumerate(cases) if ALL_CASES or int(share * (i + 1)) > int(share * i)]
 
 
 def on_devices(number: int, *arguments: str) -> str:

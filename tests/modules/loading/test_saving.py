@@ -13,6 +13,7 @@ import safetensors.numpy
 from flax import nnx
 
 import sparse_layers as sl
+from tests.programs import sampled
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -69,14 +70,14 @@ def assert_equal_models(one, other):
     jax.tree.map(np.testing.assert_array_equal, weights, other_weights)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, 0.5))
 def test_reloaded_models_are_the_same(name, tmp_path):
     model = sl.from_huggingface(FIXTURES / name, **FLOAT32)
     sl.to_huggingface(model, tmp_path)
     assert_equal_models(sl.from_huggingface(tmp_path, **FLOAT32), model)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, 0.5))
 def test_a_whole_configuration_is_kept(name, tmp_path):
     sl.to_huggingface(sl.from_huggingface(FIXTURES / name), tmp_path, config=config(name))
     assert config(name).items() <= json.loads((tmp_path / "config.json").read_text()).items()
@@ -108,7 +109,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "patterns"), WINDOWS)
+@pytest.mark.parametrize(("name", "patterns"), sampled(WINDOWS, 0.6))
 def test_windows_are_in_the_configuration(name, patterns, tmp_path):
     sparse = sl.from_huggingface(FIXTURES / name, patterns, **EAGER)
     with warnings.catch_warnings(action="error"):
@@ -128,7 +129,7 @@ UNWRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "patterns", "count"), UNWRITTEN)
+@pytest.mark.parametrize(("name", "patterns", "count"), sampled(UNWRITTEN, 0.6))
 def test_patterns_that_files_cannot_hold_are_passed_again(name, patterns, count, tmp_path):
     sparse = sl.from_huggingface(FIXTURES / name, patterns, **FLOAT32)
     with pytest.warns(UserWarning, match=rf"the patterns of {count} layers, first of layer \d: .*from_huggingface"):

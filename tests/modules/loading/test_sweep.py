@@ -1,7 +1,6 @@
 """Mutated configurations load as by Hugging Face's library, or are refused; `make_sweep.py` records its logits."""
 
 import json
-import os
 import pathlib
 import shutil
 
@@ -12,11 +11,10 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.modules.loading.config import Config
 from sparse_layers.modules.loading.families import read_settings
+from tests.programs import sampled
 
 FOLDER = pathlib.Path(__file__).parent
 SWEEP = json.loads((FOLDER / "sweep.json").read_text())
-# Every eighth configuration, as all take minutes. SWEEP_EVERY=1 runs all of them.
-EVERY = int(os.environ.get("SWEEP_EVERY", "8"))
 # Settings that are refused though the library takes them: activations that no gated MLP has, attention that sees the
 # future, a scale by layer; and what the library ignores, though the setting says otherwise.
 REFUSED = {"hidden_act", "hidden_activation", "activation_function", "use_bidirectional_attention"}
@@ -36,7 +34,7 @@ def test_mutated_configurations_load_as_in_hugging_face(name, tmp_path):
     with np.load(folder / "expected.npz") as expected:
         tokens, fixture_logits = expected["tokens"], expected["logits"][-1]
     refused = REFUSED | REFUSED_BY_FAMILY.get(name, set())
-    changes, last_logits, counts = SWEEP[name][::EVERY], {}, {"equal": 0, "refused": 0, "both refuse": 0}
+    changes, last_logits, counts = sampled(SWEEP[name], 1 / 16), {}, {"equal": 0, "refused": 0, "both refuse": 0}
     for change, outcome in changes:
         settings = {key: x for key, x in (config | change).items() if x != "(dropped)"}
         (folder / "config.json").write_text(json.dumps(settings))
