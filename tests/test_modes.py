@@ -5,6 +5,7 @@ Where a mode cannot hold, `LIMITS` names a line of JAX's or Flax's own that rais
 
 import contextlib
 import functools
+import itertools
 import pathlib
 
 import haiku as hk
@@ -18,6 +19,7 @@ import sparse_layers as sl
 import sparse_layers.haiku as slhk
 import sparse_layers.linen as slln
 from tests.arrays import inputs, perturbed, strict_promotion
+from tests.programs import sampled
 
 FIXTURES = pathlib.Path(__file__).parent / "modules" / "loading" / "fixtures"
 B, T, N, K, H, F = 2, 40, 4, 2, 8, 16
@@ -353,8 +355,7 @@ def usual(name):
     return jax.tree.map(np.asarray, CALLS[name]() if name in CALLS else compiled(name)())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*PROGRAMS, *CALLS])
+@pytest.mark.parametrize(("name", "mode"), sampled([*itertools.product([*PROGRAMS, *CALLS], MODES)], 0.6))
 def test_programs_run_in_every_mode(name, mode):
     if (mode, name) in LIMITS or (mode == "disable_jit" and name not in OP_BY_OP):
         return

@@ -19,6 +19,7 @@ from sparse_layers.ops.kernels.gpu import assembler, bridge, hardware
 from sparse_layers.ops.kernels.gpu.bridge import call_triton  # before a fixture replaces it
 from tests.ops import test_selections as selections
 from tests.ops.cases import CASES
+from tests.programs import sampled
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 import triton
@@ -264,7 +265,7 @@ CORE = [case for case in (*CASES, *selections.CASES) if case.core and not case.l
 
 
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
-@pytest.mark.parametrize("case", CORE, ids=str)
+@pytest.mark.parametrize("case", sampled(CORE, 0.5), ids=str)
 def test_programs_are_transformed_and_lowered(case, implementation, plugin, monkeypatch):
     monkeypatch.setattr(bridge, "compiled", fake_compiled)
     arrays = case.arrays()
