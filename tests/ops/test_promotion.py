@@ -39,6 +39,10 @@ CASES = {
     "blocks": (sl.Causal(), {"selection": selection(128, 128)}),
     "queries": (sl.Causal(), {"selection": selection(1, 64)}),
     "table": (sl.Causal(), {"bias": lambda table: sl.DistanceBias(table)}),
+    "table, deterministic": (
+        sl.Causal(),
+        {"bias": lambda table: sl.DistanceBias(table), "bwd_params": sl.BwdParams(deterministic=True)},
+    ),
     "slopes": (sl.Causal(), {"bias": lambda table: sl.DistanceBias(table, slopes=SLOPES)}),
     "alibi": (sl.Causal() & sl.Window(99), {"bias": lambda table: sl.alibi(N)}),
     "grid": (GRID, {"bias": lambda table: sl.grid_bias((16, 32), table.reshape(N, 9, 15))}),

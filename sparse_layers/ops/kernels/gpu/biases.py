@@ -33,7 +33,7 @@ class BiasOfHead(NamedTuple):
     table: Any
     slope: Any
     dtable: Any
-    dtable_scale: Any  # units of 1, see FIXED_POINT
+    dtable_scale: Any  # units per 1.0, with FIXED_POINT
 
 
 class TilePositions(NamedTuple):

@@ -277,7 +277,7 @@ def dq_kernel(
     earlier_dq,  # [B, EARLIER.ROWS, PASS_HEADS, H]: dq of earlier passes
     earlier_dk,  # [B, EARLIER_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
     earlier_dv,  # [B, EARLIER_KV.ROWS, KV_HEADS, HV]
-    dtable_scale,  # float32 []: units of 1 in ``dtable``, if BIAS.FIXED_POINT, else None
+    dtable_scale,  # float32 []: units per 1.0 in ``dtable``; None without BIAS.FIXED_POINT
     dtable,  # float32 or int64 [HEADS, BIAS.LENGTH]: the gradient of the table, added to in place; None without a table
     dq,  # [B, OUT.ROWS, PASS_HEADS, H]; like ``split_dq`` if SPLITS
     dk,  # [B, S, KV_HEADS, H] if WITH_DKV

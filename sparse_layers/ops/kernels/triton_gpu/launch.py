@@ -341,18 +341,19 @@ class PreparedLaunch:
         return (varying_like(operands.query, zeros),)
 
     def dtable_scale(self, inputs: BackwardInputs) -> jax.Array:
-        """Returns units of 1 in a deterministic gradient of the table, float32 [1], for which no sum is above 2^62."""
+        """Returns the units per 1.0 of a deterministic gradient of the table, float32 []. No sum has more than 2^62."""
         value, rows = self.group_pass.operands.value, inputs.delta.size // inputs.delta.shape[1]
-        dp = value.shape[-1] * _largest(inputs.dout) * _largest(value)
-        exponent = 61 - math.log2(rows) - jnp.log2(dp + _largest(inputs.delta))  # the weights of a row sum up to 1
-        return jnp.exp2(jnp.minimum(exponent, 126))[None]
+        ds = value.shape[-1] * _largest(inputs.dout) * _largest(value) + _largest(inputs.delta)
+        # The weights of a row sum up to 1. Without maximum, ds of 0 would be an infinity for jax_debug_infs.
+        exponent = 61 - math.log2(rows) - jnp.log2(jnp.maximum(ds, jnp.finfo(jnp.float32).tiny))
+        return jnp.exp2(jnp.minimum(exponent, 126))
 
     def dtable(self, padded: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         """Returns the gradient of the table [N, L] for that of the padded table."""
         table = self.group_pass.operands.bias_table
         if scale is not None:
             low, high = padded[..., 0], padded[..., 1]
-            high += low < 0  # a negative low half is 2^32 less than its bits without a sign
+            high += (low < 0).astype(jnp.int32)  # a negative low half is 2^32 less than its bits without a sign
             padded = (high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)) / scale
         return jax.linear_transpose(self._pad_table, table)(padded)[0]
 
