@@ -236,10 +236,10 @@ def dqkv(
     keys = settings.tile_keys(kv.tile, sizes.query_key)
     lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
     lse = _by_row(scaled_neg_lse(lse - _bias_shift(group_pass), group_pass.call), q, -jnp.inf)
-    for slopes in _slopes(group_pass):
+    if slopes := _slopes(group_pass):
         offsets = views.box_offsets(q.order, tile_queries).astype(np.float32)  # of queries from the first one of a step
         shift = np.tile(offsets, lse.shape[-1] // tile_queries)[None, None]
-        lse -= slopes[None, group_pass.first :: group_pass.step, None] * shift
+        lse -= slopes[0][None, group_pass.first :: group_pass.step, None] * shift
     scalars = lse, _by_row(delta * -group_pass.call.scale, q, 0.0)
     # The kernel adds in place to earlier gradients: to dq in float32, and to dk and dv of all keys if these may be
     # rounded from pass to pass, or are sums over splits.
