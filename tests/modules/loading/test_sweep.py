@@ -34,7 +34,7 @@ def test_mutated_configurations_load_as_in_hugging_face(name, tmp_path):
     with np.load(folder / "expected.npz") as expected:
         tokens, fixture_logits = expected["tokens"], expected["logits"][-1]
     refused = REFUSED | REFUSED_BY_FAMILY.get(name, set())
-    changes, last_logits, counts = sampled(SWEEP[name], 1 / 16), {}, {"equal": 0, "refused": 0, "both refuse": 0}
+    changes, last_logits, counts = sampled(SWEEP[name], 1 / 8), {}, {"equal": 0, "refused": 0, "both refuse": 0}
     for change, outcome in changes:
         settings = {key: x for key, x in (config | change).items() if x != "(dropped)"}
         (folder / "config.json").write_text(json.dumps(settings))
@@ -52,4 +52,5 @@ def test_mutated_configurations_load_as_in_hugging_face(name, tmp_path):
             wanted = fixture_logits if outcome == "same" else np.array(outcome)
             np.testing.assert_allclose(last_logits[key][: wanted.size], wanted, atol=1e-4, err_msg=str(change))
             counts["equal"] += 1
-    assert counts["equal"] > 0.3 * len(changes) and counts["refused"] < 0.15 * len(changes), counts
+    # By two more or less, as a sample may have them.
+    assert counts["equal"] > 0.3 * len(changes) - 2 and counts["refused"] < 0.15 * len(changes) + 2, counts
