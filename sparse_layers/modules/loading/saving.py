@@ -28,8 +28,9 @@ from .huggingface import TensorMapping, map_tensors, path_of, refuse_unnamed
 from .model_config import config_of, layers_with_other_patterns
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# All other variables are parameters: users freeze some by variables of a type of their own.
-_STATE = (nnx.RngState, nnx.Intermediate, nnx.Cache, IndexLoss, LoadBalancingLoss)
+# Users freeze parameters by variables of a type of their own, so what is no state is a parameter.
+_STATE = nnx.Any(nnx.RngState, nnx.Intermediate, nnx.Cache, IndexLoss, LoadBalancingLoss)
+_PARAMS = nnx.All(nnx.Variable, nnx.Not(_STATE))
 
 
 @strict_kwargs
@@ -86,7 +87,7 @@ def to_huggingface(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         rule = "folder must be new or empty, nothing is overwritten: name another one, or remove this one first"
         raise FileExistsError(errno.EEXIST, rule, str(path))
-    params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(*_STATE)))))
+    params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, _PARAMS)))
     _check_values(params)
     family, entries = config_of(model, path / "config.json", config or {})
     settings = read_settings(Config(path / "config.json", entries), model.num_layers, model.seq_len)
