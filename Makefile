@@ -67,9 +67,9 @@ test: lint
 test-all:
 	ALL_CASES=1 $(MAKE) test
 
-# Each seventh test: seven divides no usual number of backends, dtypes or lengths, so a sample has all of them.
+# Each eleventh test: eleven divides no usual number of backends, dtypes or lengths, so a sample has all of them.
 test-jax: lint
-	$(pytest) --every 7 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(left_out))
+	$(pytest) --every 11 --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(left_out))
 
 # `make test` has the newest. The oldest compiles a third of the cases, those between a fifth.
 tritons := 3.6.0 3.7.0 3.8.0
