@@ -25,9 +25,7 @@ T, CHAIN = 70, candidates(FIXED, 70, fwd_params=sl.FwdParams(q_blocksize=16, kv_
 # --- values and gradients --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("implementation", "case"), [pytest.param(*call, id="-".join(map(str, call))) for call in sampled(CALLS, 0.4)]
-)
+@pytest.mark.parametrize(("implementation", "case"), sampled(CALLS, 0.4), ids=str)
 def test_values_and_gradients(implementation, case):
     check(case, case.call(implementation))
 

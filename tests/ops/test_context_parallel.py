@@ -67,7 +67,7 @@ class Case:
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # A program has a branch for each device, so few devices compile soonest.
 CASES = {
-    "causal": Case(sl.Causal(), devices=4, extras=True),
+    "causal": Case(sl.Causal(), extras=True),
     "causal, zigzag": Case(sl.Causal(), 128, 2, extras=True, order=True, by="zigzag"),
     "zigzag over three devices": Case(sl.Causal(), 96, 3, by="zigzag"),
     "a window over several devices, ragged": Case(sl.Causal() & sl.Window(30), 77, 8, (4, 1), extras=True),

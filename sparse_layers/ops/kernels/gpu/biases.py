@@ -54,11 +54,10 @@ def load_bias(table, slopes, dtable, dtable_scale, head, A: tl.constexpr):
         return BiasOfHead(0, slope, 0, scale)
     elif dtable is None:
         return BiasOfHead(table + head * A.BIAS.LENGTH, slope, 0, scale)
-    elif A.BIAS.FIXED_POINT:
-        dtable = dtable.to(tl.pointer_type(tl.int64))
-        scale = tl.load(dtable_scale)
-        return BiasOfHead(table + head * A.BIAS.LENGTH, slope, dtable + head * A.BIAS.LENGTH, scale)
     else:
+        if A.BIAS.FIXED_POINT:
+            dtable = dtable.to(tl.pointer_type(tl.int64))
+            scale = tl.load(dtable_scale)
         return BiasOfHead(table + head * A.BIAS.LENGTH, slope, dtable + head * A.BIAS.LENGTH, scale)
 
 
