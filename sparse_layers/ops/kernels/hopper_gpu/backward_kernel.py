@@ -11,7 +11,8 @@ step a stage of q, lse, dout and delta. Each group has GROUP_ROWS = 64 of the ke
 the products of dv and dk. Accumulators of scores start at -lse, see `scaled_neg_lse`, if logits are only scaled.
 
 **Five products a step.** Of scores = k q^T and dp = v dout^T, the second runs on during p = exp(scores - lse). With
-ds = p * (dp - delta), the other three run together: dv += p dout, dk += ds q and dq = ds^T k.
+ds = p * (dp - delta), the other three run together: dv += p dout, dq = ds^T k and dk += ds q. The last one runs on
+while dq is stored. Heads of 64 compute dk before dq.
 
 **dq goes through shared memory.** Groups exchange ds there, and each multiplies ds of all N keys by half of the columns
 of k. TMA adds dq to an array in float32, in the order in which programs get there.
@@ -21,14 +22,14 @@ right, step n uses the stage n % STAGES, and ^ is the wait for a product:
 
     producer   wait free.q_dout, load q, lse -> ready.q, dout, delta -> ready.dout; so on, up to STAGES steps ahead
 
-    a group    wait      wait                                            bar 8       arrive
-               ready.q   ready.dout                                      |           free.q_dout
-               |         |                                               |           |
-    products   [------- scores ------^                    [----------- dv -----------^
-                         [---------- dp ----------^                [------- dk ------^
-                                                                         [--------- dq ---------^
-    registers                         [ mask, p ]  [ ds ]                                        [ dq ]
-    shared     read q    read dout                         [ ds -> ds[n % 2] ]                   -> dq[group] -> add
+    a group    wait      wait                                     bar 8                          arrive
+               ready.q   ready.dout                               |                              free.q_dout
+               |         |                                        |                              |
+    products   [------- scores ------^                    [---- dv --------^             ^
+                         [---------- dp ----------^                [--- dq ^             |
+                                                                    [-------- dk --------^
+    registers                         [ mask, p ]  [ ds ]                   [ dq ]
+    shared     read q    read dout                         [ ds -> ds[n % 2] ]  -> dq[group] -> add
 
 * ready.kv, 0 for k and 1 for v: groups wait for both once, before their first step.
 * ready.q and ready.dout, by stage: all of q and lse has arrived, or of dout and delta.
@@ -291,6 +292,8 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
     FIRST_KEY: gl.constexpr = GROUP * GROUP_ROWS  # of the group, in the block
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // 2, 16])
     LHS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DKV_LAYOUT, 2)
+    # dq leaves while dk is computed: documents and `fixed` take 2 % less on an H200. Causal takes 3 % more at 64.
+    DQ_BEFORE_DK: gl.constexpr = D > 64
     dtype: gl.constexpr = descs.q.dtype
     for step in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
         entry = step // STEPS_PER_BLOCK
@@ -340,20 +343,28 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
         ds_tile = buffers.ds.index(same_pipeline_step % 2)  # [N, M], of both groups
         ds_tile.slice(FIRST_KEY, GROUP_ROWS, 0).store(ds)
         fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(ds, LHS_LAYOUT), q_tile, dk, is_async=True)
+        if not DQ_BEFORE_DK:
+            dk = warpgroup_mma(gl.convert_layout(ds, LHS_LAYOUT), q_tile, dk, is_async=True)
         named_barrier_sync(8, 256)
         dq = gl.zeros([M, HALF_D], gl.float32, DQ_LAYOUT)  # [M, D / 2]
         dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile.slice(GROUP * HALF_D, HALF_D, 1), dq, use_acc=False,
                            is_async=True)  # fmt: skip
-        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-        mbarrier.arrive(free.q_dout.index(stage), count=1)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        if DQ_BEFORE_DK:
+            dk = warpgroup_mma(gl.convert_layout(ds, LHS_LAYOUT), q_tile, dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        else:
+            dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+            mbarrier.arrive(free.q_dout.index(stage), count=1)
+            dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         dq_tile = buffers.dq.index(GROUP)
         reinterpret(dq_tile, gl.float32, [M, HALF_D], swapped_layout(M, HALF_D)).store(swap_halves(dq, M, HALF_D))
         fence_async_shared()
         row = q_block * Q.BLOCK + q_tile_in_block * M
         add_tile(descs.dq, tile_coordinates(batch, row, pass_head, GROUP * HALF_D, Q, D), dq_tile)
+        if DQ_BEFORE_DK:
+            dk = warpgroup_mma_wait(0, deps=[dk])
+            mbarrier.arrive(free.q_dout.index(stage), count=1)
         pipeline_step += 1
     return pipeline_step, dk, dv
 
