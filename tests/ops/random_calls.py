@@ -58,7 +58,7 @@ def random_case(
         "scale": one_of(0.3, -0.2, 0.01) if maybe(0.15) else None,
     }
     if biases:
-        options |= _bias(one_of(*kinds), heads[0], (q_len, kv_len), draw)
+        options |= _bias(one_of(*kinds), heads[0], (q_len, kv_len), draw) | {"return_lse": seed % 2 == 0}
     if maybe(0.3):
         ids = [np.sort(draw.integers(-1, 4, (batch, n)), axis=1).astype(np.int32) for n in (q_len, kv_len)]
         options["segments"] = (ids[0], ids[0] if q_len == kv_len else ids[1])

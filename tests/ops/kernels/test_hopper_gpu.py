@@ -207,6 +207,25 @@ def test_values_and_gradients(launched, monkeypatch, case):
     assert names == ({"hopper_forward_kernel", backward} if np.any(case.allowed()) else set())
 
 
+class HidingCase(Case):
+    """Entry 0 of the table, that of keys 8 or more before, is -inf."""
+
+    def arrays(self):
+        arrays = super().arrays()
+        arrays["table"][:, 0] = -np.inf
+        return arrays
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_far_entries_of_minus_infinity_hide_their_keys(launched, sinks):
+    """Two passes compute the far keys."""
+    mask, length = sl.Causal() & (sl.Window(20) | sl.Strided(8)), 2048
+    options = {"heads": (1, 1), "batch": 1, "shared": True, "return_lse": False, "sinks": sinks, "table": (1, 9, 8)}
+    answers = HidingCase("hiding", mask, length, **options).call("hopper")
+    assert launched.count("hopper_backward_kernel") == 2
+    cases.check(Case("window", mask & sl.Window(7), length, **options), answers)
+
+
 HUGE = [
     HugeCase("huge", sl.Causal(), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2)),
     HugeCase("huge-sinks", sl.Window(40), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2), sink_values=SINKS),

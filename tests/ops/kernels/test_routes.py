@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 T = 8192
 WINDOW = sl.Causal() & sl.Window(511)
 DETERMINISTIC = {"bwd_params": sl.BwdParams(deterministic=True)}
+TABLE = {"bias": sl.DistanceBias(jnp.zeros((16, 513)))}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,6 +101,14 @@ CALLS = [
     Call("window-sinks", WINDOW, "hopper: hopper forward | hopper backward", options={"sinks": jnp.zeros(16)}),
     Call("window-soft-cap", WINDOW, "hopper: hopper forward | hopper backward", options={"logits_soft_cap": 30.0}),
     Call("window-alibi", WINDOW, "hopper: hopper forward | hopper backward", options={"bias": sl.alibi(16)}),
+    # Of a table, Hopper kernels compute the keys beyond its reach.
+    Call("window-table", WINDOW, "triton: triton forward | triton dq + triton dkv", options=TABLE),
+    Call(
+        "causal-table",
+        sl.Causal(),
+        "hopper: hopper forward + triton forward | hopper backward + triton dq + triton dkv",
+        options=TABLE,
+    ),
     Call(
         "window-documents",
         WINDOW,

@@ -7,6 +7,7 @@ gets it: they compute these passes, and Triton those nearer, where the table has
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from ....masks.algebra import And, Not
 from ....masks.bounded_cache import bounded_cache
@@ -60,13 +61,19 @@ def _split(plan: Plan, center: int) -> Plan:
 
 
 def add_gradient(
-    dtable: jax.Array, entry: int, heads: slice, sinks: jax.Array | None, lse: jax.Array, delta: jax.Array
+    dtable: jax.Array,
+    table: jax.Array,
+    entry: int,
+    heads: slice,
+    sinks: jax.Array | None,
+    lse: jax.Array,
+    delta: jax.Array,
 ) -> jax.Array:
-    """Returns dtable [N, L] with the part of ``entry`` that kernels left out, for some heads.
+    """Returns dtable [N, L] with the part of ``entry`` that kernels left out, for some heads; 0 of an entry of -inf.
 
     The gradients of the logits of a query sum to that of its sink with the opposite sign. lse and delta are [B, T, N].
     """
     missing = -dtable.sum(1)
     if sinks is not None:
         missing -= sinks_gradient(sinks, lse, delta)
-    return dtable.at[heads, entry].add(missing[heads])
+    return dtable.at[heads, entry].add(jnp.where(table[:, entry] == -jnp.inf, 0, missing)[heads])

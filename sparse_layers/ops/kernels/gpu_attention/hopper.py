@@ -34,8 +34,6 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     from ..hopper_gpu import launch, settings
     from .route import query_gather_unsupported, route
 
-    if operands.bias_table is not None:
-        return "its passes beyond the reach of a bias table have not run on a GPU yet"
     selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS and not launch.has_one_group(operands):
         gather_reason = query_gather_unsupported(call, operands)
@@ -46,7 +44,7 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
         selecting = "each query selects" if granularity == 1 else f"every {granularity} queries select"
         waste = f"{selecting} other blocks, and a tile of {settings.TILE_ROWS} queries computes the blocks of all"
         return f"{waste}; {gather_reason}" if granularity == 1 else waste
-    reasons = route("hopper", call, operands).forward_reasons
+    reasons = route("hopper", _with_plan(call, operands), operands).forward_reasons
     if not reasons or not all(reasons):
         return None
     return f"Triton would run the whole forward pass, because {' and '.join(dict.fromkeys(map(str, reasons)))}"

@@ -97,7 +97,10 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     """Returns (out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
     sinks = operands.sinks
     # Kernels start from the sinks if only one pass starts each query; otherwise sinks are merged at the end.
-    in_kernels = sum(not x.group_pass.q_order.covers_all_tokens for x in launches) < min(2, len(launches))
+    # Hopper kernels that leave a bias out would need another sink.
+    has_bias = any(x.engine == "hopper" and x.group_pass.bias_entry is not None for x in launches)
+    starts_once = sum(not x.group_pass.q_order.covers_all_tokens for x in launches) < min(2, len(launches))
+    in_kernels = starts_once and not has_bias
     state = None
     for launch in launches:
         if launch.accumulates:
@@ -155,7 +158,7 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
     if dtable is not None:
         for (first, step), entry in far_heads.items():
             heads = slice(first, None, step)
-            dtable = far_keys.add_gradient(dtable, entry, heads, operands.sinks, lse, delta)
+            dtable = far_keys.add_gradient(dtable, table, entry, heads, operands.sinks, lse, delta)
     dq_groups = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0].astype(query.dtype)
         for heads, dq in zip(planned.groups, dqs, strict=True)

@@ -177,7 +177,7 @@ def forward(
             lse = jnp.where(lse == -jnp.inf, sinks[group_pass.first :: group_pass.step], lse)
         out, lse = merge_by_lse((out, lse), forward(group_pass, None, None, True).by_token())
         return PassResults(natural, (out, lse.swapaxes(1, 2)))
-    prepared, sizes, shift = _prepare(group_pass, "forward"), _head_sizes(group_pass), _bias_shift(group_pass)
+    prepared, sizes = _prepare(group_pass, "forward"), _head_sizes(group_pass)
     one_group = has_one_group(group_pass.operands)
     order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile, sizes.query_key, one_group)
     kv_order = (group_pass.fused_with or group_pass).kv_order  # of the second pass
@@ -197,8 +197,8 @@ def forward(
         _descriptor(query if earlier is None else earlier.arrays[0], order, prepared.tile_queries, out_columns),
         *prepared.list_arrays,
         *_slopes(group_pass),
-        unused if sinks is None else sinks - _bias_shift(group_pass, slice(None)),
-        unused if earlier is None else _by_row(earlier.arrays[1] - shift, prepared.q, 0.0),
+        unused if sinks is None else sinks,
+        unused if earlier is None else _by_row(_without_bias(earlier.arrays[1], group_pass), prepared.q, 0.0),
     ]
     forward_constants = ForwardConstants(
         keys,
@@ -216,7 +216,7 @@ def forward(
     out, lse = _launch(group_pass, hopper_forward_kernel, prepared, inputs, results, constants, {}, registers)
     lse = lse.swapaxes(1, 2)
     lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
-    return PassResults(natural, (out, lse.swapaxes(1, 2) + shift))
+    return PassResults(natural, (out, _with_bias(lse.swapaxes(1, 2), group_pass)))
 
 
 def dqkv(
@@ -235,7 +235,7 @@ def dqkv(
     q, kv, tile_queries = prepared.q, prepared.kv, prepared.tile_queries
     keys = settings.tile_keys(kv.tile, sizes.query_key)
     lse, delta = (x[:, group_pass.first :: group_pass.step] for x in (inputs.lse, inputs.delta))
-    lse = _by_row(scaled_neg_lse(lse - _bias_shift(group_pass), group_pass.call), q, -jnp.inf)
+    lse = _by_row(scaled_neg_lse(_without_bias(lse, group_pass), group_pass.call), q, -jnp.inf)
     if slopes := _slopes(group_pass):
         offsets = views.box_offsets(q.order, tile_queries).astype(np.float32)  # of queries from the first one of a step
         shift = np.tile(offsets, lse.shape[-1] // tile_queries)[None, None]
@@ -363,15 +363,24 @@ def _slopes(group_pass: GroupPass) -> list[jax.Array]:
     return [] if slopes is None else [slopes / np.float32(group_pass.call.scale)]
 
 
-def _bias_shift(group_pass: GroupPass, heads: slice | None = None) -> Any:
-    """Returns the bias of all pairs of a pass by query head, of its own heads [1, heads, 1] by default; 0 for none.
-
-    Kernels leave it out, so lse is larger by it than theirs.
-    """
+def _bias_of_pairs(group_pass: GroupPass) -> jax.Array | None:
+    """Returns the bias of all pairs of a pass by query head [1, heads, 1], which kernels leave out; None for none."""
     table, entry = group_pass.operands.bias_table, group_pass.bias_entry
-    if table is None or entry is None:
-        return 0
-    return table[None, group_pass.first :: group_pass.step, entry, None] if heads is None else table[heads, entry]
+    return None if table is None or entry is None else table[None, group_pass.first :: group_pass.step, entry, None]
+
+
+def _with_bias(lse: jax.Array, group_pass: GroupPass) -> jax.Array:
+    """Returns lse [B, heads, T] of a kernel with the bias of the pass; -inf stays."""
+    bias = _bias_of_pairs(group_pass)
+    return lse if bias is None else jnp.where(lse == -jnp.inf, lse, lse + bias)
+
+
+def _without_bias(lse: jax.Array, group_pass: GroupPass) -> jax.Array:
+    """Returns lse [B, heads, T] without the bias of the pass; -inf for no key, also where a bias of -inf hides all."""
+    bias = _bias_of_pairs(group_pass)
+    if bias is None:
+        return lse
+    return jnp.where((lse == -jnp.inf) | (bias == -jnp.inf), -jnp.inf, lse - bias)
 
 
 def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:
