@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,8 @@ def flex(
 
     ``make_bias(device)`` returns a score_mod, and the tensors that it learns, which get gradients.
     """
+    # Beside JAX, Inductor's pool of processes takes minutes to start: 220 s until the first result, with one thread 33 s.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch: Any = importlib.import_module("torch")
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
     torch.compiler.reset()  # or, after a few patterns, it silently computes dense attention
