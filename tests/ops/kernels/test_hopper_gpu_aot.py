@@ -211,6 +211,9 @@ def test_compiles_without_spills_or_hazards(case):
                 second = f"{of[1] // 16} rs" if part == "forward" else f"{case.size // 16} ss"
                 loops = {loop[: len(scores) + 2] for loop in overlap(found.sass)}
                 assert loops == {(*scores, second, "wait 1")}
+            if name == "hopper_backward_kernel":  # dv, then dq and dk: while the last one runs, the other one is stored
+                sides = ("rs", "ss", "rs") if sizes.query_key > 64 else ("rs", "rs", "ss")
+                assert {tuple(x.split()[-1] for x in loop[-5:-2]) for loop in overlap(found.sass)} == {sides}
             if name == "query_gather_kernel":
                 # 128 threads copy q and dout, 16 bytes each at a time, and all add four numbers to dq.
                 assert found.sass.count("LDGSTS.E.BYPASS.128 ") >= 2 * settings.GROUP_ROWS * case.size * 2 // (128 * 16)
