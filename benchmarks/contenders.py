@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -185,15 +184,13 @@ def flex(
 
     ``make_bias(device)`` returns a score_mod, and the tensors that it learns, which get gradients.
     """
-    # Beside JAX, pools of processes are slow: a first result at 2,048 tokens takes 33 s with one thread.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch: Any = importlib.import_module("torch")
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
     torch.compiler.reset()  # or, after a few patterns, it silently computes dense attention
     on_gpu, seq_len, rule = torch.cuda.is_available(), arrays[0].shape[1], pattern.rule
     device = "cuda" if on_gpu else "cpu"
-    host = (torch.from_numpy(np.asarray(x).astype(np.float32)) for x in arrays)
-    q, k, v, dout = (x.to(device, torch.bfloat16).transpose(1, 2).contiguous() for x in host)
+    # By DLPack: arrays stay on their device, in their dtype.
+    q, k, v, dout = (torch.from_dlpack(x).transpose(1, 2).contiguous() for x in arrays)
     table = None if pattern.table is None else torch.from_numpy(pattern.table).to(device)
 
     def mask_mod(batch, head, q_index, k_index):
