@@ -73,7 +73,8 @@ def _attend_on_device(implementation: str, call: Call, shard: sharding.Shard | N
     if hasattr(backend, "attend"):  # JAX differentiates it
         args = sub_calls[0].call, sub_operands[0]
         return (backend.attend(*args) if shard is None else shard.call_backend(backend.attend, *args)), None
-    is_limited = operands.segments is not None or operands.selection is not None
+    # Entries of -inf of a table may hide all keys of a query.
+    is_limited = any(x is not None for x in (operands.segments, operands.selection, operands.bias_table))
     has_no_empty_rows = not is_limited and call.plan is not None and call.plan.allows_diagonal
     return _attend(tuple(sub_calls), shard, has_no_empty_rows, tuple(sub_operands))
 

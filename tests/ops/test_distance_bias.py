@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from tests.ops.cases import candidates, compiled
+from tests.ops.cases import IMPLEMENTATIONS, candidates, compiled
 from tests.ops.kernels import triton_interpreter
 from tests.programs import USUAL, largest
 
@@ -153,6 +153,40 @@ def test_deterministic_gradients_on_gpus_are_the_same_in_any_order_of_programs(m
     monkeypatch.setattr(triton_interpreter, "programs", lambda grid_dim: in_order(grid_dim)[::-1])
     jax.tree.map(np.testing.assert_array_equal, run(), ours)
     assert (by_floats[-1].table != run(deterministic=False)[-1].table).any(), "floats depend on the order"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_query_whose_keys_all_have_entries_of_minus_infinity_is_a_constant(implementation):
+    """As of one without keys by the mask, whatever the gradient of its results: here NaN."""
+    *x, dout, table = arrays()
+    dout[:, 0] = np.nan
+    call, mask = functools.partial(gradients, *x, dout, center=12, implementation=implementation), sl.Causal()
+    right = compiled(functools.partial(call, mask=mask & ~sl.Window(0)))(table)
+    table[:, 12] = -np.inf
+    close(compiled(functools.partial(call, mask=mask))(table), right)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("entry", [np.nan, np.inf, 3e38])
+def test_entries_that_no_pair_has_change_nothing(implementation, entry):
+    """A soft cap has a slope at every logit, also at those of pairs that are not allowed."""
+    *x, dout, table = arrays()
+    options = {"center": 8, "logits_soft_cap": 5.0, "implementation": implementation}
+    call = compiled(functools.partial(gradients, *x, dout, mask=sl.Causal(), **options))
+    right = call(table)
+    table[:, 9:] = entry
+    jax.tree.map(np.testing.assert_array_equal, call(table), right)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("entry", [3e38, -3e38, float(np.finfo(np.float32).min)])
+def test_huge_finite_entries_do_not_overflow(implementation, entry):
+    *x, dout, table = arrays()
+    call = compiled(functools.partial(gradients, *x, dout, implementation=implementation))
+    table[:, 9] = math.copysign(1e30, entry)
+    right = call(table)
+    table[:, 9] = entry
+    close(call(table), right)
 
 
 def test_memory_grows_with_t_for_as_many_entries():

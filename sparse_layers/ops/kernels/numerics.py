@@ -36,10 +36,10 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
     return -(p * delta).sum((0, 1))
 
 
-def base_2_sinks(sinks: jax.Array) -> jax.Array:
-    """Returns sinks in float32 for kernels that multiply by log2(e), at most 2.3e38, so that no finite one overflows.
+def limit_base_2(logits: jax.Array) -> jax.Array:
+    """Returns sinks or biases in float32 for kernels that multiply by log2(e): finite ones do not overflow.
 
-    -inf, for no sink, stays.
+    Their absolute value is at most 2.3e38. Infinities stay.
     """
-    sinks = sinks.astype(jnp.float32)
-    return jnp.where(jnp.isinf(sinks), sinks, jnp.clip(sinks, -2.3e38, 2.3e38))
+    logits = logits.astype(jnp.float32)
+    return jnp.where(jnp.isinf(logits), logits, jnp.clip(logits, -2.3e38, 2.3e38))

@@ -62,18 +62,19 @@ def _attention(call: Call, operands: Operands, cast_operands: dict[str, jax.Arra
         scores += table[None, :, np.clip(distances + call.bias_center, 0, table.shape[1] - 1)]
     if operands.bias_slopes is not None:
         scores -= operands.bias_slopes[None, :, None, None] * abs(distances)[None, None].astype(scores.dtype)
-    if call.soft_cap is not None:
-        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     allowed = _allowed(call, operands)
     # Behind a barrier: XLA may compute any numbers for a product with weights that it knows to be 0.
     allowed = jax.lax.optimization_barrier(allowed)
     allowed = jnp.broadcast_to(jnp.tile(allowed, (1, n // allowed.shape[1], 1, 1)), scores.shape)
+    scores = jnp.where(allowed, scores, 0)  # before the cap, whose slope at NaN is NaN
+    if call.soft_cap is not None:
+        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     sink = jnp.full(1, -jnp.inf) if operands.sinks is None else operands.sinks
     sink = sink.astype(scores.dtype)[None, :, None, None]
     # The shift cancels in exact arithmetic; 0 stands in where nothing is allowed, so that no inf - inf arises.
     shift = jnp.maximum(jnp.where(allowed, scores, -jnp.inf).max(-1, keepdims=True), sink)
     shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0, shift))
-    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores, 0) - shift), 0)
+    weights = jnp.where(allowed, jnp.exp(scores - shift), 0)
     total = weights.sum(-1, keepdims=True) + jnp.exp(sink - shift)
     sees_keys = total > 0
     safe = jnp.where(sees_keys, total, 1)

@@ -208,7 +208,7 @@ def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, bias,
                 p = jnp.where(blocks.allowed(outer, q_block, kv_block, entry), p, 0)
             ds = p * (product("bkqd,bksd->bkqs", do, v) - blocks.load(delta, index)[..., None])
             if slope is not None:
-                ds = ds * slope
+                ds = ds * jnp.where(p > 0, slope, 0)  # a bias of pairs that are not allowed may be NaN
             dv = dv + product("bkqs,bkqd->bksd", p, do)
             dk = dk + product("bkqs,bkqd->bksd", ds, q)
             dq_block = lax.dynamic_index_in_dim(dq, index, keepdims=False) + product("bkqs,bksd->bkqd", ds, k)
@@ -293,7 +293,10 @@ def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: ja
 def _masked_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array, add_bias: Callable[..., jax.Array]):
     """Returns the scores of a pair of blocks, -inf where a query may not see a key, and the slope of the soft cap."""
     scores = jnp.einsum("bkqd,bksd->bkqs", q, k, precision=_arithmetic(q)[1]) * call.scale
-    scores, slope = _soft_cap(add_bias(scores), call)
+    scores = add_bias(scores)
+    if call.soft_cap is not None:  # a bias of pairs that are not allowed may be NaN, and then the slope is
+        scores = jnp.where(allowed, scores, 0)
+    scores, slope = _soft_cap(scores, call)
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 

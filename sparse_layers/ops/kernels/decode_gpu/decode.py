@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..numerics import base_2_sinks
+from ..numerics import limit_base_2
 from ..quantized import QuantizedRows, Rows
 
 # At most: arrays of keys that a launch reads, query heads of a key head, and the head size.
@@ -212,7 +212,7 @@ def _launch_step(
         *(scales + unused if scales else [query] * 2 * MAX_ARRAYS),
         jnp.array([x.heads for x in reads], jnp.int32),
         rows,
-        rows if sinks is None else base_2_sinks(sinks),
+        rows if sinks is None else limit_base_2(sinks),
     ]
     shape = queries, heads, queries_per_head, value_size
     lse = jax.ShapeDtypeStruct((queries, heads, splits, queries_per_head), jnp.float32)

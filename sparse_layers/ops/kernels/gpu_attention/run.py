@@ -18,7 +18,7 @@ from ..call import Call
 from ..gpu import bridge
 from ..gpu.hardware import MAX_BATCH_ENTRIES
 from ..gpu.passes import BackwardInputs, PassResults, varying_like
-from ..numerics import base_2_sinks, merge_by_lse
+from ..numerics import limit_base_2, merge_by_lse
 from ..operands import Gradients, Operands
 from ..pass_blocks import join_heads
 from ..transforms import vmap_as_batch
@@ -42,8 +42,7 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
         query = operands.query
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
-    operands = operands._replace(sinks=None if operands.sinks is None else base_2_sinks(operands.sinks))
-    operands, call_route = _mark_padding(operands), route(implementation, call, operands)
+    operands, call_route = _prepare(operands), route(implementation, call, operands)
     run_q_outer = functools.partial(_run_forward, call_route)
     if call_route.kv_outer_forward is None:
         return run_q_outer(operands)
@@ -56,7 +55,7 @@ def _backward(
     if not operands.query.size:
         query, key, value = map(jnp.zeros_like, operands[:3])
         return Gradients(query, key, value, jax.tree.map(jnp.zeros_like, operands.bias_table))
-    args, call_route = (_mark_padding(operands), lse, delta, dout), route(implementation, call, operands)
+    args, call_route = (_prepare(operands), lse, delta, dout), route(implementation, call, operands)
     run_q_outer, kv_outer_launch = functools.partial(_run_backward, call_route), call_route.kv_outer_backward
     if kv_outer_launch is None:
         return run_q_outer(*args)
@@ -76,8 +75,13 @@ def _run_if_selections_disagree(
     return jax.lax.cond(disagree, run_kv_outer, run_q_outer, operands, *args)
 
 
-def _mark_padding(operands: Operands) -> Operands:
-    """Returns the operands, with segment ids of padding -2 for queries and -1 for keys."""
+def _prepare(operands: Operands) -> Operands:
+    """Returns the operands as kernels take them: segment ids of padding are -2 for queries and -1 for keys.
+
+    Sinks and biases are within the limits of logits to base 2.
+    """
+    sinks, table = (None if x is None else limit_base_2(x) for x in (operands.sinks, operands.bias_table))
+    operands = operands._replace(sinks=sinks, bias_table=table)
     if operands.segments is None:
         return operands
     q, kv = operands.segments

@@ -121,7 +121,8 @@ def _kernel(config: PassConfig, members: int, refs: Any, position: GridPosition)
         p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `reduced_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
-        ds = ds if slope is None else ds * slope
+        if slope is not None:
+            ds = ds * jnp.where(p > 0, slope, 0.0)  # a bias of pairs that are not allowed may be NaN
         bias.add_gradient(ds)
         ds = ds.astype(q.dtype)
         refs.dv_acc[...] += dot(p.astype(dout.dtype), dout, (1, 0))

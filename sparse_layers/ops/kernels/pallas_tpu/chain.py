@@ -18,7 +18,7 @@ from ...planning.platforms import TUNING
 from ...planning.row_orders import Reordered
 from ...planning.selection import Selection
 from ..call import Call
-from ..numerics import base_2_sinks, merge_by_lse
+from ..numerics import limit_base_2, merge_by_lse
 from ..operands import Gradients, Operands, stacked_ids
 from ..pass_blocks import PassBlocks, blocks_of_pass, head_groups_of, join_heads, row_orders
 from ..transforms import vmap_as_batch
@@ -101,7 +101,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     for heads in _heads_by_group(call, operands):
         out, lse = None, None
         if operands.sinks is not None:
-            lse = jnp.broadcast_to(heads.group.select(base_2_sinks(operands.sinks), 0), heads.query.shape[:3])
+            lse = jnp.broadcast_to(heads.group.select(limit_base_2(operands.sinks), 0), heads.query.shape[:3])
         for passes in heads.group.passes:
             if row_orders(operands, passes)[0].natural:
                 is_last = passes is heads.group.passes[-1]
@@ -225,7 +225,7 @@ class _Heads:
             rows = orders[0].rows, orders[1].rows
             center = self.call.bias_center + offset
             layout = PassTable(step, center, rows, shape, backward, self.bias_table.shape[1])
-            table = layout.build(self.bias_table) * unit
+            table = layout.build(limit_base_2(self.bias_table)) * unit
         if slopes is not None:
             slopes = self.group.select(slopes, 0) * unit
             slopes = jnp.broadcast_to(slopes[:, None, None], (*slopes.shape, 1, LANES))

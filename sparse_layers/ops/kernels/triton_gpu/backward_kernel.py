@@ -124,7 +124,7 @@ def _p_and_ds(scores, lse, dp, delta, allowed, A: tl.constexpr, MASKED: tl.const
     ds = p * (dp - delta)
     if A.CAP != 0:
         squashed = scores / (A.CAP * LOG2_E)
-        ds = ds * (1 - squashed * squashed)
+        ds = ds * tl.where(p > 0, 1 - squashed * squashed, 0.0)  # a bias of pairs that are not allowed may be NaN
     return p, ds
 
 
