@@ -121,7 +121,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     else:
         out, lse = state.by_token()
     if sinks is not None and not in_kernels:
-        sinks = jnp.broadcast_to(heads.select(sinks, 0), lse.shape)
+        sinks, out = jnp.broadcast_to(heads.select(sinks, 0), lse.shape), out.astype(lse.dtype)
         out, lse = merge_by_lse((out, lse), (jnp.zeros_like(out), sinks))
     return out, lse
 
