@@ -89,6 +89,25 @@ def test_a_bias_is_a_pytree_of_its_table():
         del bias.table
 
 
+def test_numpy_tables_are_copied():
+    """JAX copies a large numpy array later, in another thread, or shares its memory."""
+    buffer = np.zeros((1 << 20) + 16, np.float32)
+    start = -buffer.ctypes.data % 64 // 4  # of 64 bytes
+    for offset in (start, start + 4):
+        table = buffer[offset : offset + (1 << 20) - 1][None]
+        for make in (sl.DistanceBias, functools.partial(sl.grid_bias, (1 << 19,))):
+            table[:] = 0
+            bias = make(table)
+            table[:] = 7
+            assert not np.any(bias.table)
+
+
+def test_jax_tables_are_not_copied_and_only_the_same_ones_are_equal():
+    table = jnp.zeros((2, 5))
+    bias = sl.DistanceBias(table)
+    assert bias.table is table and bias == sl.DistanceBias(table) != pickle.loads(pickle.dumps(bias))
+
+
 def test_exported_programs_take_a_bias():
     bias = sl.grid_bias((1, 3), jnp.ones((2, 1, 5)))
     exported = jax.export.export(jax.jit(lambda bias: bias.table.sum()))(bias)

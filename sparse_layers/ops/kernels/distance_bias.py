@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -24,7 +25,7 @@ from ..planning.row_orders import RowOrder
 from .call import Call
 from .numerics import accumulator_dtype
 from .operands import Operands
-from .validation import checked_numbers, describe_value
+from .validation import as_array, checked_numbers, describe_value, transposed_hint
 
 
 @strict_kwargs
@@ -45,7 +46,7 @@ class DistanceBias:
         keys d tokens behind the query, and ``center - d`` for keys d tokens before it.
       center: the index of distance 0, from 0 to L - 1. None means the middle, of an odd L; under causal masks L - 1
         saves the entries of later keys.
-      slopes: N finite numbers, as a sequence or a numpy array; None for no slopes.
+      slopes: N numbers of at most 1e30 in absolute value, as a sequence or a numpy array; None for no slopes.
 
     Attributes:
       table: see the argument.
@@ -81,9 +82,7 @@ class DistanceBias:
         if table is None and slopes is None:
             raise ValueError("a DistanceBias must have a table or slopes, got None for both")
         if table is not None:
-            rule = "floats of shape [N, L], or [1, L] for all heads"
-            hint = "; for all heads write table[None]" if np.ndim(table) == 1 else ""
-            table = jnp.asarray(checked_numbers("table", table, (None, None), jnp.floating, rule, hint))
+            table = _checked_table("table", table, 2, "floats of shape [N, L], or [1, L] for all heads")
         self._set(table, _checked_center(table, center), None if slopes is None else _checked_slopes(slopes), None)
 
     def _set(self, table: Any, center: int, slopes: Any, orders: Any) -> None:
@@ -161,13 +160,30 @@ def _build_unchecked(table: Any, center: int, slopes: Any, orders: Any) -> Dista
     return bias
 
 
+def _checked_table(name: str, x: Any, axes: int, rule: str) -> jax.Array:
+    """Returns the argument ``name`` as an array of floats with a number of axes; ``rule`` says so in an error."""
+    array, is_list, hint = as_array(x), isinstance(x, Sequence), ""
+    if isinstance(array, jax.Array | np.ndarray):
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            hint = f"; write {f'jnp.array({name}, jnp.float32)' if is_list else f'{name}.astype(jnp.float32)'}"
+        elif array.ndim == 1 and axes == 2:
+            hint = f"; for all heads write {f'[{name}]' if is_list else f'{name}[None]'}"
+    elif isinstance(x, jax.ShapeDtypeStruct):
+        hint = "; to compute shapes alone, make the bias inside jax.eval_shape"
+    elif any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+        hint = f"; it has traced numbers: write jnp.array({name})"
+    array = checked_numbers(name, array, (None,) * axes, jnp.floating, rule, hint)
+    if 0 in array.shape:
+        raise ValueError(f"{name} must not be empty, got shape {array.shape}")
+    # JAX, even jnp.array, may share a numpy array's memory, or copy it only after the caller has written there again.
+    return jnp.asarray(array.copy()) if isinstance(array, np.ndarray) else array
+
+
 def _checked_center(table: Any, center: Any) -> int:
     if table is None:
         if center is not None:
             raise ValueError(f"center is an index of the table, and must be None without one, got {center!r}")
         return 0
-    if 0 in table.shape:
-        raise ValueError(f"table must not be empty, got shape {table.shape}")
     length = table.shape[1]
     if center is None:
         if length % 2 == 0:
@@ -178,19 +194,27 @@ def _checked_center(table: Any, center: Any) -> int:
         return length // 2
     index = as_int(center)
     if index is None or not 0 <= index < length:
-        raise ValueError(f"center must be an integer from 0 to {length - 1}, an index of the table, got {center!r}")
+        hint = "; write a Python int, static under jit" if isinstance(center, jax.core.Tracer) else ""
+        raise ValueError(
+            f"center must be an integer from 0 to {length - 1}, an index of the table, got {center!r}{hint}"
+        )
     return index
 
 
 def _checked_slopes(slopes: Any) -> tuple[float, ...]:
-    hint = ""
-    if isinstance(slopes, jax.Array):
-        hint = "; slopes are constants, and learned ones go into the table: see DistanceBias"
-    elif isinstance(slopes, Sequence | np.ndarray) and np.ndim(slopes) == 1 and len(slopes):
-        numbers = [number for number in map(as_float, slopes) if number is not None]
-        if len(numbers) == len(slopes):
+    entries = slopes.tolist() if isinstance(slopes, np.ndarray) else slopes
+    if isinstance(entries, Sequence) and len(entries):
+        # In float32 a slope of 1e30 times a distance is finite up to 3e8 tokens.
+        numbers = [x for x in map(as_float, entries) if x is not None and abs(x) <= 1e30]
+        if len(numbers) == len(entries):
             return tuple(numbers)
-    raise ValueError(f"slopes must be finite Python numbers, one for each head, got {describe_value(slopes)}{hint}")
+    hint = ""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(slopes)):
+        hint = "; slopes are constants: write Python numbers or a numpy array; learned ones go into the table"
+    raise ValueError(
+        f"slopes must be numbers of at most 1e30 in absolute value, one for each head, got {describe_value(slopes)}"
+        f"{hint}"
+    )
 
 
 @strict_kwargs
@@ -252,7 +276,7 @@ def t5_bias(buckets: ArrayLike, *, bidirectional: bool = True, max_distance: int
       Raffel et al. 2020, "Exploring the Limits of Transfer Learning" (arXiv 1910.10683).
     """
     rule = "floats of shape [N, num_buckets], or [1, num_buckets] for all heads"
-    buckets = jnp.asarray(checked_numbers("buckets", buckets, (None, None), jnp.floating, rule))
+    buckets = _checked_table("buckets", buckets, 2, rule)
     bidirectional = bool(checked("bidirectional", bidirectional, bool))
     max_distance = checked("max_distance", max_distance, Positive)
     per_side = check_buckets("t5_bias", "buckets.shape[1]", buckets.shape[1], bidirectional, max_distance)
@@ -305,7 +329,7 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
 
     Raises:
       ValueError: a shape that is not of integers >= 1; a number of tables that is not that of the grid's axes; tables
-        of other axes, of different N, without floats or of an even length.
+        of other axes, of different N, without floats, empty or of an even length.
       TypeError: shape is no sequence.
 
     Example:
@@ -325,8 +349,8 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
         if len(tables) != len(sizes):
             raise ValueError(f"tables must be one for each axis of shape {sizes}, got {len(tables)}")
         rule = "floats of shape [N, L], or [1, L] for all heads"
-        by_axis = [checked_numbers(f"tables[{i}]", x, (None, None), jnp.floating, rule) for i, x in enumerate(tables)]
-        spread = [_to_reach(f"tables[{i}]", jnp.asarray(x), sizes[i : i + 1]) for i, x in enumerate(by_axis)]
+        by_axis = [_checked_table(f"tables[{i}]", x, 2, rule) for i, x in enumerate(tables)]
+        spread = [_to_reach(f"tables[{i}]", x, sizes[i : i + 1]) for i, x in enumerate(by_axis)]
         if len(heads := {len(x) for x in by_axis} - {1}) > 1:
             raise ValueError(f"tables must have the same N, or 1 for all heads, got N of {sorted(heads)}")
         axes = range(1, len(sizes) + 1)
@@ -334,8 +358,7 @@ def grid_bias(shape: Sequence[int], tables: ArrayLike | Sequence[ArrayLike]) -> 
         table = functools.reduce(jnp.add, expanded)
     else:
         rule = f"floats of shape [N, {', '.join(f'L{i + 1}' for i in range(len(sizes)))}], or one [N, L] for each axis"
-        joint = checked_numbers("tables", tables, (None,) * (1 + len(sizes)), jnp.floating, rule)
-        table = _to_reach("tables", jnp.asarray(joint), sizes)
+        table = _to_reach("tables", _checked_table("tables", tables, 1 + len(sizes), rule), sizes)
     spans = tuple(2 * n - 1 for n in sizes)
     # Positions whose differences tell all distances apart: coordinates on a grid of spans.
     axes = (sizes[0], *spans[1:])
@@ -373,7 +396,11 @@ def check_bias(bias: Any, heads: int, lengths: tuple[int, int] | None = None, na
             "layer; one of 0 and -inf is a mask"
         )
     if bias.table is not None and bias.table.shape[:-1] not in ((1,), (heads,)):
-        raise ValueError(f"{name}: table must have shape [N, L] or [1, L] with N = {heads}, got {bias.table.shape}")
+        hint = transposed_hint(bias.table.shape, (heads, len(bias.table)))
+        hint = hint or "; heads are the first axis of tables, and of the buckets [N, num_buckets] of t5_bias"
+        raise ValueError(
+            f"{name}: table must have shape [N, L] or [1, L] with N = {heads}, got {bias.table.shape}{hint}"
+        )
     if bias.slopes is not None and len(bias.slopes) != heads:
         raise ValueError(f"{name}: slopes must be N = {heads} numbers, got {len(bias.slopes)}")
     if lengths is None or bias._orders is None:
@@ -381,8 +408,8 @@ def check_bias(bias: Any, heads: int, lengths: tuple[int, int] | None = None, na
     tokens = tuple(order.rows for order in bias._orders)
     if tokens != lengths:
         raise ValueError(
-            f"{name}: counts distances on a grid, so queries and keys must be all its {tokens} tokens, got "
-            f"(T, S) = {lengths}"
+            f"{name}: counts distances on a grid, so calls must have all its {tokens[0]} query and {tokens[1]} key "
+            f"tokens, got (T, S) = {lengths}"
         )
 
 

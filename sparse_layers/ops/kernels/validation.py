@@ -57,18 +57,23 @@ def checked_numbers(name: str, x: Any, shape: tuple[Any, ...], kind: Any, rule: 
     In a shape, a first ``...`` stands for any axes and None for any length. ``kind`` may be a tuple of these. ``rule``
     says both in words, for the error, and ``hint`` is its end.
     """
-    array: Any = x
-    if hasattr(x, "__jax_array__"):
-        array = jnp.asarray(x)
-    elif not isinstance(x, jax.Array | np.ndarray):
-        with contextlib.suppress(TypeError, ValueError):  # rows of unequal lengths
-            numbers = np.asarray(x)
-            array = numbers if numbers.dtype.kind in "biuf" else x
+    array = as_array(x)
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    is_of_kind = hasattr(array, "dtype") and any(jnp.issubdtype(array.dtype, x) for x in kinds)
+    is_of_kind = isinstance(array, jax.Array | np.ndarray) and any(jnp.issubdtype(array.dtype, x) for x in kinds)
     if not is_of_kind or not _has_shape(array.shape, shape):
         raise ValueError(f"{name} must be {rule}, got {describe_value(array)}{hint}")
     return array
+
+
+def as_array(x: Any) -> Any:
+    """Returns an array, or a list of numbers, as a JAX or numpy array; anything else stays as it is."""
+    if hasattr(x, "__jax_array__"):
+        return jnp.asarray(x)
+    if not isinstance(x, jax.Array | np.ndarray):
+        with contextlib.suppress(TypeError, ValueError):  # rows of unequal lengths, tracers
+            numbers = np.asarray(x)
+            return numbers if numbers.dtype.kind in "biuf" else x
+    return x
 
 
 def _has_shape(shape: tuple[int, ...], wanted: tuple[Any, ...]) -> bool:
