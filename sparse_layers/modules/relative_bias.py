@@ -12,6 +12,7 @@ from ..arguments.checks import Natural, Positive, PositivePerAxis, as_int, check
 from ..arguments.foreign import one_line
 from ..masks.grids import grid_shape
 from ..ops.kernels.distance_bias import DistanceBias, alibi, check_bias, check_buckets, grid_bias, t5_bias
+from ..ops.kernels.validation import transposed_hint
 
 
 class RelativeBias(abc.ABC):
@@ -56,14 +57,30 @@ class RelativeBias(abc.ABC):
           ValueError: the bias is of another number of heads, or a grid of other lengths.
         """
         shape, name = self.table_shape(num_heads), type(self).__name__
-        if shape is not None and not (isinstance(shape, tuple) and None not in map(as_int, shape)):
-            raise TypeError(f"{name}.table_shape must return a tuple of integers or None, got {one_line(shape)}")
+        if shape is not None and not (isinstance(shape, tuple) and all((as_int(n) or 0) >= 1 for n in shape)):
+            raise TypeError(f"{name}.table_shape must return a tuple of integers >= 1 or None, got {one_line(shape)}")
         table = None if shape is None else jax.ShapeDtypeStruct(shape, jnp.float32)
         bias = jax.eval_shape(lambda table: self.make_bias(table, num_heads), table)
         if not isinstance(bias, DistanceBias):
             raise TypeError(f"{name}.make_bias must return a DistanceBias, got {one_line(bias)}")
         check_bias(bias, num_heads, lengths, f"relative_bias={one_line(self)}")
         return bias
+
+
+def bias_of_parameter(relative_bias: RelativeBias, bias_table: jax.Array | None, num_heads: int) -> DistanceBias:
+    """Returns the bias that the parameter ``bias_table`` of a layer or model makes.
+
+    Raises:
+      ValueError: the parameter has another shape, as from the checkpoint of another relative_bias.
+    """
+    shape, table_shape = getattr(bias_table, "shape", None), relative_bias.table_shape(num_heads)
+    if shape != table_shape:
+        hint = transposed_hint(shape or (), table_shape or ())
+        raise ValueError(
+            f"bias_table must have shape {table_shape}, that of relative_bias={one_line(relative_bias)}, "
+            f"got {shape}{hint}"
+        )
+    return relative_bias.make_bias(bias_table, num_heads)
 
 
 @strict_kwargs
@@ -76,7 +93,8 @@ class AlibiBias(RelativeBias):
         if the number of heads is not a power of two.
 
     Raises:
-      ValueError: slopes are not finite numbers; when a layer is made, their number is not that of query heads.
+      ValueError: slopes are not numbers of at most 1e30 in absolute value; when a layer is made, their number is not
+        that of query heads.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl

@@ -18,7 +18,7 @@ from ..ops.planning.selection import Selection
 from ..scorers import masks_and_scorer
 from .attention_fn import AttentionFn, Pattern
 from .index import IndexProjections
-from .relative_bias import RelativeBias
+from .relative_bias import RelativeBias, bias_of_parameter
 from .rope import Rope
 from .settings import check_array, check_features, check_ids, check_settings
 
@@ -67,13 +67,13 @@ class AttentionStep:
         """Returns the bias of a layer that has this table, or ``bias``, that of a call.
 
         Raises:
-          ValueError: there are both.
+          ValueError: there are both, or the table has another shape than that of the layer's relative_bias.
         """
         if self.relative_bias is None:
             return bias
         if bias is not None:
             raise ValueError(f"bias must be None, as the layer has relative_bias={self.relative_bias}, got {bias}")
-        return self.relative_bias.make_bias(table, num_heads)
+        return bias_of_parameter(self.relative_bias, table, num_heads)
 
     def apply_rope_to_index(self, index: IndexProjections, dtype, positions=None) -> IndexProjections:
         """Returns the index with rotated query and key."""

@@ -28,7 +28,7 @@ from .embedding import Embed
 from .mixer import Mixer, MixerLayer
 from .mixture import Mlp
 from .options import BlockOptions
-from .relative_bias import RelativeBias
+from .relative_bias import RelativeBias, bias_of_parameter
 from .rope import Rope, resolve_rope
 from .settings import check_array, check_ids, check_order, check_settings, check_stream, with_checked_settings
 from .sparse_attention import make_zeros
@@ -270,7 +270,7 @@ class SparseTransformer(nnx.Module):
         if self.shared_relative_bias is None:
             return None
         table = None if self.bias_table is None else self.bias_table[...]
-        return self.shared_relative_bias.make_bias(table, self._num_heads)
+        return bias_of_parameter(self.shared_relative_bias, table, self._num_heads)
 
     def _make_embeddings(
         self,

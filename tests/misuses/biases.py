@@ -1,14 +1,44 @@
-"""Misuses of biases by distance."""
+"""Misuses of biases by distance, of `RelativeBias` and of the parameter ``bias_table``."""
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import sparse_layers as sl
 from tests.misuse import Misuse
 
 
+class OfShape(sl.RelativeBias):
+    """A bias whose table has any shape."""
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def table_shape(self, num_heads):
+        return self.shape
+
+    def make_bias(self, table, num_heads):
+        return sl.DistanceBias(table)
+
+
+def layer(relative_bias):
+    return sl.SparseSelfAttention(2, 16, pattern="causal", seq_len=8, relative_bias=relative_bias, rngs=nnx.Rngs(0))
+
+
+def model(relative_bias):
+    options = {"seq_len": 8, "positions": "none", "relative_bias": relative_bias, "share_relative_bias": True}
+    return sl.SparseTransformer(20, 2, 16, 1, patterns="causal", **options, rngs=nnx.Rngs(0))
+
+
+def call_replaced(make, relative_bias, inputs, table):
+    """Calls a layer or model under jit after ``bias_table`` was replaced."""
+    module = make(relative_bias)
+    module.bias_table = nnx.Param(table)
+    return nnx.jit(lambda module: module(inputs))(module)
+
+
 def names():
-    """Biases, arrays, and functions under jit."""
+    """Layers with a table of another shape, and functions under jit."""
     return {
         "op": sl.block_sparse_attention,
         "bias": sl.DistanceBias,
@@ -17,6 +47,10 @@ def names():
         "ints": jnp.zeros((4, 8), int),
         "traced": lambda function: jax.jit(function)(jnp.ones(3, int)),
         "shapes": jax.ShapeDtypeStruct((4, 5), jnp.float32),
+        "layer": layer,
+        "OfShape": OfShape,
+        "in_layer": lambda bias, *shape: call_replaced(layer, bias, jnp.ones((1, 8, 16)), jnp.zeros(shape)),
+        "in_model": lambda bias, *shape: call_replaced(model, bias, jnp.zeros((1, 8), int), jnp.zeros(shape)),
     }
 
 
@@ -25,6 +59,21 @@ SLOPES = "must be numbers of at most 1e30 in absolute value, one for each head"
 JNP = "; it has traced numbers: write jnp.array"
 
 ROWS = [
+    # Parameters of another relative_bias.
+    (
+        "in_layer(sl.LearnedBias(5), 2, 9)",
+        "bias_table",
+        "got (2, 9)",
+        "(2, 6), that of relative_bias=LearnedBias(left=5",
+    ),
+    ("in_layer(sl.T5Bias(False), 2, 8)", "bias_table", "got (2, 8)", "(2, 32), that of relative_bias=T5Bias("),
+    ("in_layer(sl.T5Bias(False), 32, 2)", "bias_table must have shape (2, 32)", "got (32, 2)", "write x.T"),
+    (
+        "in_model(sl.LearnedBias(5), 2, 9)",
+        "bias_table",
+        "got (2, 9)",
+        "(2, 6), that of relative_bias=LearnedBias(left=5",
+    ),
     # Tables.
     ("bias([[0.0, 1.0, 2.0], [1.0]])", "table", "got list: [[0.0, 1.0, 2.0], [1.0]]", TABLE),
     ("bias([0.0, 1.0, 2.0])", "table", "(3,)", "for all heads write [table]"),
@@ -52,4 +101,8 @@ ROWS = [
     ("sl.AlibiBias([1e39, 0.1])", "slopes", "got list: [1e+39, 0.1]", SLOPES),
     ("sl.AlibiBias([1.0, [2.0]])", "slopes", "got list: [1.0, [2.0]]", SLOPES),
 ]
-MISUSES = [Misuse(call, ValueError, *parts) for call, *parts in ROWS]
+MISUSES = [
+    *(Misuse(call, ValueError, *parts) for call, *parts in ROWS),
+    Misuse("layer(OfShape(2, -3))", TypeError, "OfShape.table_shape", "got (2, -3)", "a tuple of integers >= 1"),
+    Misuse("OfShape(2, 0).abstract_bias(2)", TypeError, "OfShape.table_shape", "got (2, 0)", "integers >= 1 or None"),
+]
