@@ -159,7 +159,7 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
         if launch.engine == "hopper" and group_pass.bias_entry is not None:
             far_heads[group_pass.first, group_pass.step] = group_pass.bias_entry
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
-    if dtable is not None:
+    if table is not None and dtable is not None:
         for (first, step), entry in far_heads.items():
             heads = slice(first, None, step)
             dtable = far_keys.add_gradient(dtable, table, entry, heads, operands.sinks, lse, delta)
