@@ -90,7 +90,7 @@ CASES = [
     Case("order-64", sl.Full(), 64, order_ids=True, spills=40 * OLD),
     Case("groups-order", sl.Causal(), heads=(4, 2), segments=True, order_ids=True),
     Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=32),
-    Case("pieces", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), heads=(8, 1)),
+    Case("pieces", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), heads=(8, 1), spills=8 * OLD),
     Case(
         "pieces-64",
         sl.preset("sparse_transformer_fixed", stride=128, summary=8),
