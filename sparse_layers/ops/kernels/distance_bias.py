@@ -54,8 +54,8 @@ class DistanceBias:
       slopes: a tuple of floats, or None.
 
     Raises:
-      ValueError: there is neither a table nor slopes, or one of them is of another shape, dtype or range; the center
-        lies outside the table, or is None for an even L.
+      ValueError: there is neither a table nor slopes, or one of them is empty or of another shape, dtype or range; the
+        center lies outside the table, or is None for an even L.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -161,7 +161,7 @@ def _build_unchecked(table: Any, center: int, slopes: Any, orders: Any) -> Dista
 
 
 def _checked_table(name: str, x: Any, axes: int, rule: str) -> jax.Array:
-    """Returns the argument ``name`` as an array of floats with a number of axes; ``rule`` says so in an error."""
+    """Returns the argument ``name`` as an array of floats with a number of axes; ``rule`` says this in errors."""
     array, is_list, hint = as_array(x), isinstance(x, Sequence), ""
     if isinstance(array, jax.Array | np.ndarray):
         if jnp.issubdtype(array.dtype, jnp.integer):
@@ -264,8 +264,9 @@ def t5_bias(buckets: ArrayLike, *, bidirectional: bool = True, max_distance: int
       gradient flows into buckets.
 
     Raises:
-      ValueError: buckets have other axes or no floats; their number is below 4 (2 without ``bidirectional``), or odd
-        with it; max_distance is not above the number of distances that have a bucket of their own.
+      ValueError: buckets have other axes, no floats or no entries; their number is below 4 (2 without
+        ``bidirectional``), or odd with it; max_distance is not above the number of distances that have a bucket of
+        their own.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl

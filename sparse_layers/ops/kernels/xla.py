@@ -294,7 +294,7 @@ def _masked_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array, a
     """Returns the scores of a pair of blocks, -inf where a query may not see a key, and the slope of the soft cap."""
     scores = jnp.einsum("bkqd,bksd->bkqs", q, k, precision=_arithmetic(q)[1]) * call.scale
     scores = add_bias(scores)
-    if call.soft_cap is not None:  # a bias of pairs that are not allowed may be NaN, and then the slope is
+    if call.soft_cap is not None:  # a NaN in the bias of a pair that is not allowed would make the slope NaN
         scores = jnp.where(allowed, scores, 0)
     scores, slope = _soft_cap(scores, call)
     return jnp.where(allowed, scores, -jnp.inf), slope

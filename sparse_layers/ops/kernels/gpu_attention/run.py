@@ -42,7 +42,7 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
         query = operands.query
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
-    operands, call_route = _prepare(operands), route(implementation, call, operands)
+    operands, call_route = _prepare_operands(operands), route(implementation, call, operands)
     run_q_outer = functools.partial(_run_forward, call_route)
     if call_route.kv_outer_forward is None:
         return run_q_outer(operands)
@@ -55,7 +55,7 @@ def _backward(
     if not operands.query.size:
         query, key, value = map(jnp.zeros_like, operands[:3])
         return Gradients(query, key, value, jax.tree.map(jnp.zeros_like, operands.bias_table))
-    args, call_route = (_prepare(operands), lse, delta, dout), route(implementation, call, operands)
+    args, call_route = (_prepare_operands(operands), lse, delta, dout), route(implementation, call, operands)
     run_q_outer, kv_outer_launch = functools.partial(_run_backward, call_route), call_route.kv_outer_backward
     if kv_outer_launch is None:
         return run_q_outer(*args)
@@ -75,10 +75,10 @@ def _run_if_selections_disagree(
     return jax.lax.cond(disagree, run_kv_outer, run_q_outer, operands, *args)
 
 
-def _prepare(operands: Operands) -> Operands:
-    """Returns the operands as kernels take them: segment ids of padding are -2 for queries and -1 for keys.
+def _prepare_operands(operands: Operands) -> Operands:
+    """Returns the operands as kernels take them.
 
-    Sinks and biases are within the limits of logits to base 2.
+    `limit_base_2` limits sinks and biases. Segment ids of padding are -2 for queries and -1 for keys.
     """
     sinks, table = (None if x is None else limit_base_2(x) for x in (operands.sinks, operands.bias_table))
     operands = operands._replace(sinks=sinks, bias_table=table)
@@ -101,10 +101,10 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     """Returns (out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
     sinks = operands.sinks
     # Kernels start from the sinks if only one pass starts each query; otherwise sinks are merged at the end.
-    # Hopper kernels that leave a bias out would need another sink.
-    has_bias = any(x.engine == "hopper" and x.group_pass.bias_entry is not None for x in launches)
+    # Nor if Hopper kernels leave a bias out: their lse lacks it.
+    omits_bias = any(x.engine == "hopper" and x.group_pass.bias_entry is not None for x in launches)
     starts_once = sum(not x.group_pass.q_order.covers_all_tokens for x in launches) < min(2, len(launches))
-    in_kernels = starts_once and not has_bias
+    in_kernels = starts_once and not omits_bias
     state = None
     for launch in launches:
         if launch.accumulates:
@@ -120,6 +120,10 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
         out, lse = zeros[..., None] * jnp.zeros(operands.value.shape[-1]), zeros - jnp.inf
     else:
         out, lse = state.by_token()
+        plan = launches[0].group_pass.call.plan
+        if omits_bias and not (plan is not None and plan.allows_diagonal):
+            # An entry of -inf may hide all keys of a query, and no later pass clears what their kernel returned.
+            out = jnp.where((lse == -jnp.inf)[..., None], 0, out)
     if sinks is not None and not in_kernels:
         sinks, out = jnp.broadcast_to(heads.select(sinks, 0), lse.shape), out.astype(lse.dtype)
         out, lse = merge_by_lse((out, lse), (jnp.zeros_like(out), sinks))
@@ -159,7 +163,8 @@ def _run_backward(planned: Route, operands: Operands, lse: jax.Array, delta: jax
         if launch.engine == "hopper" and group_pass.bias_entry is not None:
             far_heads[group_pass.first, group_pass.step] = group_pass.bias_entry
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
-    if table is not None and dtable is not None:
+    if table is not None:
+        assert dtable is not None
         for (first, step), entry in far_heads.items():
             heads = slice(first, None, step)
             dtable = far_keys.add_gradient(dtable, table, entry, heads, operands.sinks, lse, delta)
