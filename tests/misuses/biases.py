@@ -56,24 +56,15 @@ def names():
 
 TABLE = "must be floats of shape [N, L]"
 SLOPES = "must be numbers of at most 1e30 in absolute value, one for each head"
+LEARNED = "(2, 6), that of relative_bias=LearnedBias(left=5"
 JNP = "; it has traced numbers: write jnp.array"
 
 ROWS = [
     # Parameters of another relative_bias.
-    (
-        "in_layer(sl.LearnedBias(5), 2, 9)",
-        "bias_table",
-        "got (2, 9)",
-        "(2, 6), that of relative_bias=LearnedBias(left=5",
-    ),
+    ("in_layer(sl.LearnedBias(5), 2, 9)", "bias_table", "got (2, 9)", LEARNED),
     ("in_layer(sl.T5Bias(False), 2, 8)", "bias_table", "got (2, 8)", "(2, 32), that of relative_bias=T5Bias("),
     ("in_layer(sl.T5Bias(False), 32, 2)", "bias_table must have shape (2, 32)", "got (32, 2)", "write x.T"),
-    (
-        "in_model(sl.LearnedBias(5), 2, 9)",
-        "bias_table",
-        "got (2, 9)",
-        "(2, 6), that of relative_bias=LearnedBias(left=5",
-    ),
+    ("in_model(sl.LearnedBias(5), 2, 9)", "bias_table", "got (2, 9)", LEARNED),
     # Tables.
     ("bias([[0.0, 1.0, 2.0], [1.0]])", "table", "got list: [[0.0, 1.0, 2.0], [1.0]]", TABLE),
     ("bias([0.0, 1.0, 2.0])", "table", "(3,)", "for all heads write [table]"),

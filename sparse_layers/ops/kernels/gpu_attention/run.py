@@ -121,7 +121,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     else:
         out, lse = state.by_token()
         plan = launches[0].group_pass.call.plan
-        if omits_bias and not (plan is not None and plan.allows_diagonal):
+        if omits_bias and plan is not None and not plan.allows_diagonal:
             # An entry of -inf may hide all keys of a query, and no later pass clears what their kernel returned.
             out = jnp.where((lse == -jnp.inf)[..., None], 0, out)
     if sinks is not None and not in_kernels:
