@@ -55,6 +55,7 @@ ASSEMBLY = {
     "cvt.rn.f16x2.f32": packed(np.float16),
     "and.b32": lambda _, x, words, bit: Tensor(np.where((words & bit).data != 0, x.data, np.float32(-np.inf))),
     "red.global.add.v4.f32": add_vectors,
+    "ld.global.nc.f32": lambda _, pointer: Language.load(pointer),
     "bar.sync": named_barrier,
     "bar.arrive": named_barrier,
 }

@@ -72,6 +72,7 @@ class Case:
     chosen: int = 0
     chosen_by: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table: bool = False  # True for a bias with a table, whose gradient is plain Triton's
 
     def __str__(self):
         return self.name
@@ -118,6 +119,10 @@ CASES = [
         options={"logits_soft_cap": 30.0},
     ),
     Case("alibi", sl.Causal(), heads=(4, 2), options={"bias": sl.alibi(4)}),
+    Case("table", sl.Window(511, 0), heads=(4, 2), table=True),
+    Case("table-64", sl.Window(511, 0), 64, table=True),
+    Case("table-256", sl.Window(511, 0), 256, heads=(4, 2), spills=4 * OLD, table=True),
+    Case("table-strided", STRIDED, heads=(4, 2), table=True, options={"sinks": True}),
     Case("latent", sl.Causal(), 192, 128),  # the heads of DeepSeek's latent attention
     Case("chosen-128", sl.Causal(), heads=(4, 2), chosen=128, spills=16 * OLD),
     Case("chosen-64", sl.Causal(), heads=(4, 2), chosen=64, dtype="float16", spills=16 if OLD else 4),
@@ -136,7 +141,7 @@ UNPROMISED = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi"
 @functools.cache
 def exported(case, devices):
     """(the program for GPUs, what jaxlib was asked for, the compiled kernels by name); a GPU has two batch entries."""
-    (n, k), recorded, found = case.heads, Recorded(), {}
+    (n, k), recorded, found, by_triton = case.heads, Recorded(), {}, case.table or case.chosen_by > 1
 
     def compiled(kernel, *args):
         made = whole(kernel, *args)
@@ -146,7 +151,7 @@ def exported(case, devices):
     def zero_outputs(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
         assert kernel.fn.__name__ in (
             "compact_kernel",
-            *(("kv_outer_kernel", "triton_forward_kernel") if case.chosen_by == 1 else ("dq_kernel", "dkv_kernel")),
+            *(("dq_kernel", "dkv_kernel") if by_triton else ("kv_outer_kernel", "triton_forward_kernel")),
         )
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
@@ -154,6 +159,8 @@ def exported(case, devices):
         options = dict(case.options)
         if options.get("sinks"):
             options["sinks"] = jnp.zeros(n)
+        if case.table:
+            options["bias"] = sl.DistanceBias(jnp.zeros((n, 1025)))
         if case.segments:
             options["segment_ids"] = ids
         if case.order_ids:
@@ -187,7 +194,8 @@ def test_compiles_without_spills_or_hazards(case):
     backward = "hopper_wide_backward_kernel" if settings.is_wide(sizes) else "hopper_backward_kernel"
     one_group = case.chosen_by == settings.GROUP_ROWS
     chosen = {"hopper_forward_kernel"} if one_group else {"query_gather_kernel"}
-    assert kernels.keys() == (chosen if case.chosen else {"hopper_forward_kernel", backward})
+    kernels_with_gradients = {"hopper_forward_kernel"} if case.table else {"hopper_forward_kernel", backward}
+    assert kernels.keys() == (chosen if case.chosen else kernels_with_gradients)
     for name, made in kernels.items():
         for kernel in made:
             found = resources(kernel.ptx)
@@ -211,6 +219,8 @@ def test_compiles_without_spills_or_hazards(case):
                 second = f"{of[1] // 16} rs" if part == "forward" else f"{case.size // 16} ss"
                 loops = {loop[: len(scores) + 2] for loop in overlap(found.sass)}
                 assert loops == {(*scores, second, "wait 1")}
+            if case.table and "strided" not in case.name:  # in three places, two groups load each diagonal once
+                assert found.sass.count("LDG.E.CONSTANT") == 6 * (of[1] // 8 + 1) * 2
             if name == "hopper_backward_kernel":  # dv, then dq and dk: while the last one runs, the other one is stored
                 sides = ("rs", "ss", "rs") if sizes.query_key > 64 else ("rs", "rs", "ss")
                 assert {tuple(x.split()[-1] for x in loop[-5:-2]) for loop in overlap(found.sass)} == {sides}

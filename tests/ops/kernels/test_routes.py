@@ -101,12 +101,12 @@ CALLS = [
     Call("window-sinks", WINDOW, "hopper: hopper forward | hopper backward", options={"sinks": jnp.zeros(16)}),
     Call("window-soft-cap", WINDOW, "hopper: hopper forward | hopper backward", options={"logits_soft_cap": 30.0}),
     Call("window-alibi", WINDOW, "hopper: hopper forward | hopper backward", options={"bias": sl.alibi(16)}),
-    # Of a table, Hopper kernels compute the keys beyond its reach.
-    Call("window-table", WINDOW, "triton: triton forward | triton dq + triton dkv", options=TABLE),
+    # The Hopper backward kernels compute the keys beyond the reach of a table.
+    Call("window-table", WINDOW, "hopper: hopper forward | triton dq + triton dkv", options=TABLE),
     Call(
         "causal-table",
         sl.Causal(),
-        "hopper: hopper forward + triton forward | hopper backward + triton dq + triton dkv",
+        "hopper: hopper forward + hopper forward | hopper backward + triton dq + triton dkv",
         options=TABLE,
     ),
     Call(

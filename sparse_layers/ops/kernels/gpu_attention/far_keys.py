@@ -1,7 +1,8 @@
 """Keys that are farther than the table of a bias reaches: there the bias is one number a head.
 
 A number that is added to all logits of a pass is a factor of its weights. So the Hopper kernels leave it out, and lse
-gets it: they compute these passes, and Triton those nearer, where the table has an entry for each distance.
+gets it. They compute the gradients of these passes, and Triton those of nearer keys, where the table has an entry for
+each distance.
 """
 
 import dataclasses

@@ -59,6 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .biases import load_slope
 from .primitives import add_tile, exp2, load_tile, named_barrier_sync, prevent_hoisting, reinterpret, store_tile
 from .tiles import (
     GROUP_ROWS,
@@ -76,7 +77,6 @@ from .tiles import (
     expect_tile,
     load_ids,
     load_mask_words,
-    load_slope,
     load_span,
     scale_log2,
     select_columns,

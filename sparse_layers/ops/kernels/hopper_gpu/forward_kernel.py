@@ -55,11 +55,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .biases import allocate_key_offsets, has_bias, initial_scores, load_bias
 from .primitives import exp2, load_tile, pack, prevent_sinking, reinterpret, store_tile, unpack
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
-    AlibiRows,
     Buffers,
     Descriptors,
     Free,
@@ -68,14 +68,13 @@ from .tiles import (
     RowPointers,
     allocate_barriers,
     allocate_buffers,
-    allocate_key_offsets,
     apply_ids,
     apply_mask_bits,
     as_matrix,
     expect_tile,
+    first_key_row,
     load_ids,
     load_mask_words,
-    load_slope,
     load_span,
     multiply_transposed,
     scale_log2,
@@ -263,30 +262,6 @@ def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constex
 
 
 @gluon.jit
-def _first_key_row(lists, step, KV: gl.constexpr, F: gl.constexpr):
-    """Loads the row of the first key of a step."""
-    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
-    return gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
-
-
-@gluon.jit
-def _initial_scores(step, alibi, key_offsets, lists, A: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
-                    LAYOUT: gl.constexpr):  # fmt: skip
-    """Returns scores [64, N] to which q . k is added: 0, or the bias of ALiBi, as no query sees a later key.
-
-    It is slope * (key - query), by way of the first key of the step. So near keys of a query get a bias that is rounded
-    by no more than 2 ** -23 * slope * the tokens that 128 rows span, whatever the length; others by 2 ** -23 of theirs.
-    """
-    N: gl.constexpr = F.N  # in a list, Triton 3.6 takes constants under a name of their own only
-    if A.ALIBI:
-        distance = token_of(_first_key_row(lists, step, KV, F), KV) - alibi.token  # [64]
-        first_bias = distance.to(gl.float32) * alibi.slope
-        return first_bias[:, None] + key_offsets.load(LAYOUT) * alibi.slope
-    else:
-        return gl.zeros([GROUP_ROWS, N], gl.float32, LAYOUT)
-
-
-@gluon.jit
 def _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Sets scores [64, N] of a partial step to -inf where the mask, selection or ids exclude the pair."""
@@ -296,21 +271,21 @@ def _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A: g
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, mask_words.type.layout)) + row_in_tile
         mask_words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, mask_words, 0)
     if A.NUM_IDS > 0:
-        k_row = _first_key_row(lists, step, KV, F)
+        k_row = first_key_row(lists, step, KV, F.N)
         mask_words = apply_ids(mask_words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
     return apply_mask_bits(scores, mask_words, F.N, LAYOUT, A)
 
 
 @gluon.jit
-def _softmax(scores, m_i, l_i, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr, O_ROWS: gl.constexpr):
-    """One step of the online softmax, to base 2.
+def _softmax(scores, m_i, l_i, SCALE_LOG2: gl.constexpr, MAY_BE_EMPTY: gl.constexpr, O_ROWS: gl.constexpr):
+    """One step of the online softmax, to base 2. With MAY_BE_EMPTY, all scores of a row may be -inf.
 
     Returns (p [64, N], new m_i, new l_i, alpha): the weights, the largest logit and the sum of weights of each row,
     and the factor for earlier results, with the layout of the accumulator's rows.
     """
     m_new = gl.maximum(m_i, gl.max(scores, 1) * SCALE_LOG2)
     shift = m_new
-    if MASKED:
+    if MAY_BE_EMPTY:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
     p = exp2(scores * SCALE_LOG2 - shift[:, None])
     alpha = exp2(m_i - shift)
@@ -320,7 +295,7 @@ def _softmax(scores, m_i, l_i, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr, O
 
 @gluon.jit
 def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_ids,
-                  alibi, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
+                  bias, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
                   MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):  # fmt: skip
     """Computes steps first .. end - 1. On entry and on return p @ v of the last step is still to be added.
 
@@ -329,6 +304,7 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
     packed_p, m_i, l_i, acc = state
     N: gl.constexpr = F.N
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
+    MAY_BE_EMPTY: gl.constexpr = MASKED or A.TABLE_LENGTH > 0  # its entries may be -inf
     LHS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     for step in range(first, end):
@@ -337,10 +313,10 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         if MASKED:  # loaded first, for this takes long
             mask_tile = gl.load(lists.mask_tiles + step // STEPS_PER_BLOCK)
             mask_words = _load_mask_words(lists, mask_tile, step % STEPS_PER_BLOCK, row_in_tile, Q, KV, F, S_LAYOUT)
-        scores = _initial_scores(step, alibi, buffers.key_offsets, lists, A, KV, F, S_LAYOUT)  # [64, N]
+        scores = initial_scores(step, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
         mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
         k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-        scores = multiply_transposed(q_tile, k_tile, scores, A.ALIBI, A.DEPTH)
+        scores = multiply_transposed(q_tile, k_tile, scores, has_bias(A), A.DEPTH)
         p = unpack(packed_p, q_tile.dtype, GROUP_ROWS, N, LHS_LAYOUT)
         acc = warpgroup_mma(p, as_matrix(buffers.v.index(stage), N, A.DV), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -348,7 +324,7 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         scores = to_logits(scores, A)
         if MASKED:
             scores = _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A, Q, KV, L, F, S_LAYOUT)
-        new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), MASKED, O_ROWS)
+        new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), MAY_BE_EMPTY, O_ROWS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.v.index(stage), count=1)
         packed_p = pack(new_p, q_tile.dtype, GROUP_ROWS, N)
@@ -448,10 +424,11 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     while work_tile >= 0:
         first, first_partial, end = span
         batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
-        row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
+        first_row = q_block * Q.BLOCK + row_in_tile
+        row = first_row + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
         lse_index = (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row
         q_ids = load_ids(lists.q_ids, batch, row, Q, A)
-        alibi = AlibiRows(load_slope(rows.slopes, pass_head, A), token_of(row, Q))
+        bias = load_bias(rows, pass_head, first_row, token_of(row, Q), A)
         m_i = initial_m_i  # [64]: the largest logit so far, to base 2
         l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
         acc = gl.zeros([GROUP_ROWS, DV], gl.float32, O_LAYOUT)  # [64, DV]: the sum of p @ v
@@ -465,10 +442,10 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         mbarrier.wait(ready.q.index(q_stage), iteration // F.Q_STAGES & 1)
         if end > first:
             stage = pipeline_step % F.KV_STAGES
+            scores = initial_scores(first, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
-            scores = _initial_scores(first, alibi, buffers.key_offsets, lists, A, KV, F, S_LAYOUT)  # [64, N]
             k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-            scores = multiply_transposed(q_tile, k_tile, scores, A.ALIBI, A.DEPTH)
+            scores = multiply_transposed(q_tile, k_tile, scores, has_bias(A), A.DEPTH)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
@@ -482,10 +459,10 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             pipeline_step += 1
             partial_from = gl.maximum(first_partial, first + 1)
             pipeline_step, state = _attend_steps(first + 1, partial_from, pipeline_step, state, q_tile, buffers, ready,
-                                                 free, lists, row_in_tile, batch, q_ids, alibi, A, Q, KV, L, F, False,
+                                                 free, lists, row_in_tile, batch, q_ids, bias, A, Q, KV, L, F, False,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             pipeline_step, state = _attend_steps(partial_from, end, pipeline_step, state, q_tile, buffers, ready,
-                                                 free, lists, row_in_tile, batch, q_ids, alibi, A, Q, KV, L, F, True,
+                                                 free, lists, row_in_tile, batch, q_ids, bias, A, Q, KV, L, F, True,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
             if F.Q_STAGES == 1 and not F.OUT_REPLACES_Q:
@@ -535,6 +512,7 @@ def hopper_forward_kernel(
     q_ids,  # int32 [B, NUM_IDS, Q.ROWS] by row: segment ids, -2 in padding; order ids
     kv_ids,  # int32 [B, NUM_IDS, KV.ROWS] by row: segment ids, -1 in padding; order ids
     slopes,  # float32 [HEADS], divided by SCALE, if ALIBI; else None
+    bias_table,  # float32 [HEADS, TABLE_LENGTH], divided by SCALE; None for none
     sinks,  # float32 [HEADS], if HAS_SINKS
     earlier_lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row, if HAS_EARLIER
     out,  # a descriptor like that of ``earlier_out``; boxes of both have all DV columns, or half of them
@@ -556,7 +534,7 @@ def hopper_forward_kernel(
     if not F.OUT_REPLACES_Q:
         out_buffer = allocate_buffers(out, GROUPS)
     key_offsets = None
-    if A.ALIBI:
+    if has_bias(A):
         key_offsets = allocate_key_offsets(F.N, KV)  # float32 [1, N]
     buffers = Buffers(
         q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
@@ -573,7 +551,7 @@ def hopper_forward_kernel(
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
     lists = HopperBlockLists(spans, entries, mask_tiles, active_query_groups, mask_bits, q_ids, kv_ids)
-    rows = RowPointers(slopes=slopes, sinks=sinks, earlier_lse=earlier_lse, lse=lse)
+    rows = RowPointers(slopes=slopes, bias_table=bias_table, sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     if GROUPS == 1:
         gl.warp_specialize(
             [

@@ -21,7 +21,7 @@ from ..gpu import bridge, hardware
 from ..gpu.lists import PassLists, RowTiling, build_pass_lists, pack_mask_bits
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, varying_like
 from ..gpu.splits import MIN_STEPS
-from ..numerics import merge_by_lse
+from ..numerics import limit_base_2, merge_by_lse
 from ..operands import Operands
 from . import settings, views
 from .backward_kernel import BackwardConstants, hopper_backward_kernel
@@ -114,9 +114,7 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
         if direction == "backward":
             needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
         return f"the Hopper {needed}, got {rows} queries and {block} keys"
-    if operands.bias_table is not None and group_pass.bias_entry is None:
-        return "the Hopper kernels have no table of a bias"
-    if operands.bias_slopes is not None and (reason := _bias_unsupported(group_pass.call)) is not None:
+    if (reason := _bias_unsupported(group_pass, direction)) is not None:
         return reason
     entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in group_pass.passes)
     if entries * walked // settings.GROUP_ROWS >= 1 << 31:
@@ -138,16 +136,33 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
     return None
 
 
-def _bias_unsupported(call: Call) -> str | None:
-    """Returns why these kernels cannot add the slopes of a bias to logits, or None."""
+def _has_table(group_pass: GroupPass) -> bool:
+    """True if the bias of a pass needs an entry for each distance, in which slopes are included.
+
+    Slopes alone need none under a static, causal mask for as many queries as keys.
+    """
+    operands, plan = group_pass.operands, group_pass.call.plan
+    if operands.bias_table is not None and group_pass.bias_entry is None:
+        return True
+    if plan is None or plan.q_len != plan.kv_len:
+        return operands.bias_slopes is not None
+    return operands.bias_slopes is not None and not all(is_causal(mask, plan.q_len) for mask in plan.masks)
+
+
+def _bias_unsupported(group_pass: GroupPass, direction: str) -> str | None:
+    """Returns why these kernels cannot add the bias of a pass to logits, or None."""
+    call, has_table, has_slopes = group_pass.call, _has_table(group_pass), group_pass.operands.bias_slopes is not None
+    if not (has_table or has_slopes):
+        return None
     if call.bias_orders is not None:
         return "the Hopper kernels count the distances of a bias by tokens"
     if softmax_scale_log2(call.scale, call.soft_cap or 0.0) == 1.0:
         return "the Hopper kernels add a bias before the scale, which must be positive, and know no soft cap of it"
-    plan = call.plan
-    if plan is None or plan.q_len != plan.kv_len or not all(is_causal(mask, plan.q_len) for mask in plan.masks):
-        return "the Hopper kernels take a bias with a static, causal mask for as many queries as keys"
-    return None
+    if not has_table or direction == "forward":
+        return None
+    if group_pass.operands.bias_table is not None and group_pass.bias_entry is None:
+        return "the Hopper backward kernels have no table of a bias"
+    return "the Hopper backward kernels take slopes with a static, causal mask for as many queries as keys"
 
 
 def has_one_group(operands: Operands) -> bool:
@@ -159,7 +174,8 @@ def has_one_group(operands: Operands) -> bool:
 def can_fuse(group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
     """True if one kernel can compute two supported passes: forward, with static lists and no bias."""
     operands, shapes = group_pass.operands, [x.passes[0].fwd_shape for x in (group_pass, second)]
-    fits = operands.segments is None and operands.bias_slopes is None and shapes[0] == shapes[1]
+    has_bias = operands.bias_slopes is not None or _has_table(group_pass) or _has_table(second)
+    fits = operands.segments is None and not has_bias and shapes[0] == shapes[1]
     return direction == "forward" and fits and group_pass.same_rows(second)
 
 
@@ -196,7 +212,7 @@ def forward(
         ),
         _descriptor(query if earlier is None else earlier.arrays[0], order, prepared.tile_queries, out_columns),
         *prepared.list_arrays,
-        *_slopes(group_pass),
+        *(_table(group_pass, prepared.constants["A"]) or _slopes(group_pass)),
         unused if sinks is None else sinks,
         unused if earlier is None else _by_row(_without_bias(earlier.arrays[1], group_pass), prepared.q, 0.0),
     ]
@@ -363,6 +379,20 @@ def _slopes(group_pass: GroupPass) -> list[jax.Array]:
     return [] if slopes is None else [slopes / np.float32(group_pass.call.scale)]
 
 
+def _table(group_pass: GroupPass, shapes: HopperArrayShapes) -> list[jax.Array]:
+    """Returns the bias of all distances of a pass by query head, in units of q . k; no array where it has no table."""
+    if not _has_table(group_pass):
+        return []
+    call, table, slopes = group_pass.call, group_pass.operands.bias_table, group_pass.operands.bias_slopes
+    distance = jnp.arange(shapes.TABLE_LENGTH) - shapes.TABLE_CENTER
+    bias = jnp.zeros((shapes.HEADS, 1), jnp.float32)
+    if table is not None and group_pass.bias_entry is None:
+        bias = table[:, jnp.clip(distance + call.bias_center, 0, table.shape[1] - 1)]
+    if slopes is not None:
+        bias -= slopes[:, None] * abs(distance)
+    return [limit_base_2(bias, call.scale)]
+
+
 def _bias_of_pairs(group_pass: GroupPass) -> jax.Array | None:
     """Returns the bias of all pairs of a pass by query head [1, heads, 1], which kernels leave out; None for none."""
     table, entry = group_pass.operands.bias_table, group_pass.bias_entry
@@ -450,8 +480,13 @@ def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     keys = settings.tile_keys(kv.tile, sizes.query_key, one_group)
     kernel = "backward" if transposed else "forward_one_group" if one_group else "forward"
     stages = settings.num_stages(kernel, sizes, keys, tile_queries)
-    constants = {"A": array_shapes(group_pass, sizes), **row_views, "L": list_shapes}
-    constants |= {} if group_pass.operands.bias_slopes is not None else {"slopes": None}
+    shapes = array_shapes(group_pass, sizes)
+    if _has_table(group_pass):
+        q_rows, kv_rows = (max(side.num_blocks * side.block, side.order.length) for side in (q, kv))
+        shapes = shapes._replace(ALIBI=False, TABLE_LENGTH=q_rows + kv_rows - 1, TABLE_CENTER=q_rows - 1)
+    constants = {"A": shapes, **row_views, "L": list_shapes}
+    constants |= {} if shapes.ALIBI else {"slopes": None}
+    constants |= {} if shapes.TABLE_LENGTH or transposed else {"bias_table": None}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     programs = schedule.shape[-1] * (_programs_per_tile(kv, sizes) if transposed else 1)
     return _PreparedLaunch(
@@ -479,6 +514,8 @@ def array_shapes(group_pass: GroupPass, sizes: settings.PaddedSizes) -> HopperAr
         PASS_HEADS=group_pass.heads,
         NUM_IDS=group_pass.num_ids,
         ALIBI=group_pass.operands.bias_slopes is not None,
+        TABLE_LENGTH=0,
+        TABLE_CENTER=0,
     )
 
 

@@ -34,6 +34,8 @@ class HopperArrayShapes(NamedTuple):
     PASS_HEADS: int  # query heads of the pass
     NUM_IDS: int  # ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too
     ALIBI: bool  # True if there are slopes; then logits are only scaled, and no query sees a later key
+    TABLE_LENGTH: int  # entries of a head in the table of a bias, with slopes in them; 0 for none
+    TABLE_CENTER: int  # the index of distance 0
 
 
 class RowsView(NamedTuple):
@@ -81,6 +83,7 @@ class RowPointers(NamedTuple):
     dout: Any = None
     sinks: Any = None  # one number a head
     slopes: Any = None  # likewise
+    bias_table: Any = None  # TABLE_LENGTH numbers a head
     earlier_lse: Any = None  # of an earlier pass
     lse: Any = None
     delta: Any = None
@@ -97,13 +100,6 @@ class HopperBlockLists(NamedTuple):
     mask_bits: Any = None
     q_ids: Any = None
     kv_ids: Any = None
-
-
-class AlibiRows(NamedTuple):
-    """Numbers of the queries of a group, by which ALiBi is computed; any others without slopes."""
-
-    slope: Any  # of the query head, divided by SCALE
-    token: Any  # [64]
 
 
 class Buffers(NamedTuple):
@@ -180,12 +176,10 @@ def token_of(row, VIEW: gl.constexpr):
 
 
 @gluon.jit
-def load_slope(slopes, pass_head, A: gl.constexpr):
-    """Loads the slope of a query head, divided by SCALE; 0 without slopes."""
-    slope = 0.0
-    if A.ALIBI:
-        slope = gl.load(slopes + A.FIRST_HEAD + pass_head * A.HEAD_STEP)
-    return slope
+def first_key_row(lists, step, KV: gl.constexpr, N: gl.constexpr):
+    """Loads the row of the first key of a step."""
+    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // N
+    return gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * N
 
 
 @gluon.jit
@@ -225,16 +219,6 @@ def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def allocate_buffers(desc, COUNT: gl.constexpr):
     """Allocates shared memory for COUNT boxes of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
-
-
-@gluon.jit
-def allocate_key_offsets(N: gl.constexpr, KV: gl.constexpr):
-    """Allocates, and writes, the tokens from the first key of a step to each of its N keys."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
-    row = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    offsets = gl.allocate_shared_memory(gl.float32, [1, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    offsets.store((token_of(row, KV) - token_of(0, KV)).to(gl.float32)[None, :])
-    return offsets
 
 
 @gluon.jit

@@ -68,6 +68,7 @@ from .backward_kernel import (
     swapped_layout,
     times_cap_derivative,
 )
+from .biases import load_slope
 from .primitives import add_tile, named_barrier_sync, prevent_hoisting, reinterpret
 from .tiles import (
     GROUP_ROWS,
@@ -82,7 +83,6 @@ from .tiles import (
     as_matrix,
     load_ids,
     load_mask_words,
-    load_slope,
     multiply_transposed,
     tile_coordinates,
     to_logits,
