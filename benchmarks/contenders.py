@@ -100,16 +100,37 @@ class Contender:
     calls: dict[str, Callable[..., Any]]
     wait: Callable[[Any], Any]
     fetch: Callable[[Any], np.ndarray]
+    # Calls of one direction in a loop on the device, without the time of the host: (direction, number) -> function.
+    in_loop: Callable[[str, int], Callable[[], Any]] | None = None
 
 
 def in_jax(attention: Callable, arrays: list[jax.Array], *operands: Any) -> Contender:
     """Returns a function of q, k, v and further operands, and its gradients."""
     q, k, v, dout = arrays
-    forward, forward_backward = jax.jit(attention), jax.jit(functools.partial(gradients, attention))
+    functions = {"fwd": attention, "fwd+bwd": functools.partial(gradients, attention)}
+    inputs = {"fwd": (q, k, v, *operands), "fwd+bwd": (q, k, v, dout, *operands)}
+
+    def in_loop(direction: str, number: int) -> Callable[[], Any]:
+        function = functions[direction]
+
+        @jax.jit
+        def loop(*args):
+            def step(_, carry):  # the compiler must not compute it once for all
+                return jax.lax.optimization_barrier((carry[0], function(*carry[0])))
+
+            start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+            return jax.lax.fori_loop(0, number, step, (args, start))[1]
+
+        return functools.partial(loop, *inputs[direction])
+
     return Contender(
-        {"fwd": lambda: forward(q, k, v, *operands), "fwd+bwd": lambda: forward_backward(q, k, v, dout, *operands)},
+        {
+            direction: functools.partial(jax.jit(function), *inputs[direction])
+            for direction, function in functions.items()
+        },
         jax.block_until_ready,
         lambda x: np.asarray(x[-1][:, np.array([0, -1])]).astype(np.float64),
+        in_loop,
     )
 
 

@@ -185,10 +185,12 @@ class BlockPairs:
         order_ids: tuple[jax.Array, jax.Array] | None,
         orders: tuple[RowOrder, RowOrder],
         shape: tuple[int, int],
+        mark: int = 0,
     ) -> "BlockPairs":
         """Returns the pairs that segment ids and order ids of queries and keys allow, as in `Operands`.
 
-        A pair stays FULL only if it lies in one segment, and all its queries see all its keys.
+        A pair stays FULL only if it lies in one segment, and all its queries see all its keys. To the mask tile of a
+        pair in which ids exclude some keys, ``mark`` is added.
         """
         if segments is None:
             return self
@@ -208,7 +210,8 @@ class BlockPairs:
             meet, all_meet = meet & (kv_range.min_id <= q_range.max_id), all_meet & (kv_range.max_id <= q_range.min_id)
         state = jnp.where((self.state == FULL) & ~all_meet, PARTIAL, self.state)
         state = jnp.where(meet, state, EMPTY)
-        return dataclasses.replace(self, state=state)
+        mask_tile = jnp.where(all_meet, self.mask_tile, self.mask_tile + mark) if mark else self.mask_tile
+        return dataclasses.replace(self, state=state, mask_tile=mask_tile)
 
 
 @dataclasses.dataclass(frozen=True)

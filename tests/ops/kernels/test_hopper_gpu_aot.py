@@ -107,7 +107,7 @@ CASES = [
     Case("long-blocks-64", sl.Causal(), 64, options=LONG),
     # Spills of wide heads are outside of loops, or of masks that evaluate ids.
     Case("causal-256", sl.Causal(), 256, heads=(4, 2), spills=20),
-    Case("segments-256", sl.Causal(), 256, heads=(4, 2), segments=True, spills=80),
+    Case("segments-256", sl.Causal(), 256, heads=(4, 2), segments=True, spills=120),
     Case("order-256", sl.Full(), 256, order_ids=True, spills=120),
     Case("chain-sinks-256", STRIDED, 256, heads=(4, 2), spills=60, options={"sinks": True}),
     Case("pieces-256", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), 256, heads=(8, 1), spills=64),

@@ -84,7 +84,9 @@ CALLS = [
     Call("window", WINDOW, "hopper: hopper forward | hopper backward"),
     Call("window-narrow", sl.Causal() & sl.Window(63), "triton: triton forward | triton dq + triton dkv"),
     Call("window-lse", WINDOW, "hopper: hopper forward | hopper backward", options={"return_lse": True}),
-    Call("window-32", WINDOW, "hopper: hopper forward | hopper backward", size=32),
+    # Narrow heads fill half of a Hopper tile.
+    Call("window-32", WINDOW, "triton: triton forward | triton dq + triton dkv", size=32),
+    Call("window-40", WINDOW, "hopper: hopper forward | hopper backward", size=40),
     Call("window-64", WINDOW, "hopper: hopper forward | hopper backward", size=64),
     Call("window-80", WINDOW, "hopper: hopper forward | hopper backward", size=80),
     Call("window-96", WINDOW, "hopper: hopper forward | hopper backward", size=96),
@@ -107,6 +109,14 @@ CALLS = [
         "causal-table",
         sl.Causal(),
         "hopper: hopper forward + hopper forward | hopper backward + triton dq + triton dkv",
+        options=TABLE,
+    ),
+    # Few far keys pay for no pass of their own.
+    Call(
+        "fixed-table",
+        sl.preset("sparse_transformer_fixed", stride=128, summary=8),
+        "hopper: hopper forward + hopper forward"
+        " | triton dkv (split lists) + triton dkv (merges splits) + triton dq (two passes) + triton dkv",
         options=TABLE,
     ),
     Call(

@@ -209,6 +209,24 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
     assert candidates.limit_by_ids(None, None, orders, shape) is candidates
 
 
+@pytest.mark.parametrize("by_order", [False, True])
+def test_pairs_in_which_ids_exclude_keys_are_marked(by_order):
+    """A document ends within a block. The causal mask alone cuts the diagonal blocks of others."""
+    t, shape, orders = 96, (16, 16), (RowOrder(96), RowOrder(96))
+    ids = np.repeat([0, 1], [40, 56]).astype(np.int32)
+    candidates, _ = lists.planned_block_pairs(natural([sl.Causal()], t, t), shape, True)
+
+    @jax.jit
+    def mask_tiles(ids):
+        segments, order_ids = ((ids * 0,) * 2, (ids, ids)) if by_order else ((ids, ids), None)
+        return candidates.limit_by_ids(segments, order_ids, orders, shape, 1000).mask_tile
+
+    allowed = ids <= ids[:, None] if by_order else ids == ids[:, None]
+    whole = allowed.reshape(6, 16, 6, 16).all((1, 3))[candidates.q_block, candidates.kv_block]
+    assert whole.any() and not whole.all()
+    np.testing.assert_array_equal(mask_tiles(ids[None]), candidates.mask_tile + np.where(whole, 0, 1000))
+
+
 def test_order_drops_what_no_query_sees_and_frees_what_all_see():
     t, s, shape = 96, 120, (16, 16)
     rng, orders = np.random.default_rng(0), (RowOrder(t), RowOrder(s))

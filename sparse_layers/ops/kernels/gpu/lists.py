@@ -126,12 +126,13 @@ def build_pass_lists(
     inner: RowTiling,
     transposed: bool,
     subblocks: int = 1,
+    mark: int = 0,
 ) -> PassLists:
     """Builds the lists of a pass: at trace time, or on the device if selections, masks or segment ids are arrays.
 
     Heads take ``passes`` in turn, () for a run-time mask or a selection. With ``transposed``, lists are of key blocks,
     as the kernels of dk and dv read them. A planned inner block has several ``subblocks`` only where segment ids are
-    all that is dynamic.
+    all that is dynamic. ``mark`` is that of `BlockPairs.limit_by_ids`.
     """
     q, kv = (inner, outer) if transposed else (outer, inner)
     if operands.selection is not None or operands.mask is not None:
@@ -141,7 +142,8 @@ def build_pass_lists(
         return _static_lists(passes, outer, inner, transposed)
     else:
         pairs, mask_bits, starts = _divided_pairs(passes, outer, inner, transposed, subblocks)
-    pairs = pairs.limit_by_ids(operands.segments, operands.order_ids, (q.order, kv.order), (q.block, kv.block))
+    orders, shape = (q.order, kv.order), (q.block, kv.block)
+    pairs = pairs.limit_by_ids(operands.segments, operands.order_ids, orders, shape, mark)
     granularity = (
         0 if operands.selection is None or pairs.active_query_groups is None else operands.selection.granularity
     )

@@ -6,6 +6,7 @@ each distance.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ from ...planning.planner import make_plan
 from ..call import Call
 from ..numerics import sinks_gradient
 from ..operands import Operands
+
+# Far keys that blocks have for a query, from which a pass of their own pays: it reads and writes results once more. On
+# an H200, `fixed` with 512 takes 12 % longer with it, forward and backward, and causal attention with 1,200 5 % less.
+MIN_FAR_KEYS = 768
 
 
 def planned(call: Call, operands: Operands) -> Plan | None:
@@ -32,14 +37,14 @@ def planned(call: Call, operands: Operands) -> Plan | None:
     if operands.bias_table is None or not (is_whole and is_planned and counts_tokens):
         return call.plan
     assert call.plan is not None
-    return _split(call.plan, call.bias_center)
+    return _split(call.plan, call.bias_center, MIN_FAR_KEYS)
 
 
 @bounded_cache()
-def _split(plan: Plan, center: int) -> Plan:
+def _split(plan: Plan, center: int, min_far_keys: int) -> Plan:
     """Splits chains at the distance ``center``, from which all earlier keys get entry 0.
 
-    Chains whose near keys take more blocks than the far ones stay as they are.
+    Chains with few far keys, or more near ones, stay as they are.
     """
     near_keys = Window(center - 1, None)
     near_plan, far_plan = (
@@ -55,7 +60,8 @@ def _split(plan: Plan, center: int) -> Plan:
     )
     chains = []
     for chain, near_chain, far_chain in zip(plan.chains, near_plan.chains, far_plan.chains, strict=True):
-        if sum(x.fwd_blocks for x in far_chain) > sum(x.fwd_blocks for x in near_chain):
+        far, near = (sum(x.fwd_blocks * math.prod(x.fwd_shape) for x in one) for one in (far_chain, near_chain))
+        if far > max(near, min_far_keys * plan.q_len * len(far_chain)):
             chain = (*(dataclasses.replace(x, bias_entry=0) for x in far_chain), *near_chain)
         chains.append(chain)
     return dataclasses.replace(plan, chains=tuple(chains))

@@ -34,6 +34,9 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     from ..hopper_gpu import launch, settings
     from .route import query_gather_unsupported, route
 
+    size = max(operands.query.shape[-1], operands.value.shape[-1])
+    if size <= settings.MAX_NARROW_HEAD_SIZE:
+        return f"heads of {size} fill no more than half of a tile's {settings.HEAD_SIZES[0]} columns"
     selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS and not launch.has_one_group(operands):
         gather_reason = query_gather_unsupported(call, operands)

@@ -78,6 +78,7 @@ from .tiles import (
     load_ids,
     load_mask_words,
     load_span,
+    mask_tile_index,
     scale_log2,
     select_columns,
     tile_coordinates,
@@ -308,12 +309,13 @@ def _backward_steps(first, end, pipeline_step, dk, dv, GROUP: gl.constexpr, desc
         dout_tile = as_matrix(buffers.dout.index(stage), M, D)  # [M, D]
         mask_words = 0
         if MASKED:  # loaded first, as this takes long
-            mask_row = (gl.load(lists.mask_tiles + entry) + 1) * KV.BLOCK + FIRST_KEY
+            index, compare_ids = mask_tile_index(gl.load(lists.mask_tiles + entry), A)
+            mask_row = index * KV.BLOCK + FIRST_KEY
             mask_tile = lists.mask_bits + mask_row * WORDS + q_tile_in_block * (M // 32)
             mask_words = load_mask_words(mask_tile, M, S_LAYOUT, WORDS)
-            if A.NUM_IDS > 0:
-                row = q_block * Q.BLOCK + q_tile_in_block * M
-                mask_words = apply_ids(mask_words, kv_ids, lists.q_ids, batch, row, Q, A, False)
+            if A.NUM_IDS > 0 and compare_ids:
+                first_row = q_block * Q.BLOCK + q_tile_in_block * M
+                mask_words = apply_ids(mask_words, kv_ids, lists.q_ids, batch, first_row, Q, A, False)
         mbarrier.wait(ready.q.index(stage), pipeline_step // F.STAGES & 1)
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
         q_row = q_block * Q.BLOCK + q_tile_in_block * M

@@ -76,6 +76,7 @@ from .tiles import (
     load_ids,
     load_mask_words,
     load_span,
+    mask_tile_index,
     multiply_transposed,
     scale_log2,
     select_columns,
@@ -159,7 +160,7 @@ def _next_work_tile(queue, iteration, lists, rows, row_in_tile, A: gl.constexpr,
         _read_queue(queue, iteration, FIRST_PARTIAL),
         _read_queue(queue, iteration, END),
     )
-    mask_words = _load_mask_words(lists, _read_queue(queue, iteration, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
+    mask_words = _load_mask_words(lists, _read_queue(queue, iteration, MASK_TILE), 0, row_in_tile, A, Q, KV, F, LAYOUT)
     mbarrier.arrive(queue.free.index(iteration % 2), count=1)
     m_i = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     batch, pass_head, q_block = unravel_work_tile(gl.maximum(work_tile, 0), A.PASS_HEADS, L)
@@ -253,26 +254,35 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
 
 
 @gluon.jit
-def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
-                LAYOUT: gl.constexpr):  # fmt: skip
-    """Loads the mask bits of a step, 32 keys a word. Mask tile -1 allows every pair and lies first in the array."""
+def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+                     F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Loads the mask bits of a step, 32 keys a word."""
     WORDS: gl.constexpr = KV.BLOCK // 32
-    tile = lists.mask_bits + ((mask_tile + 1) * Q.BLOCK + row_in_tile) * WORDS + step_in_block * (F.N // 32)
+    index, _ = mask_tile_index(mask_tile, A)
+    tile = lists.mask_bits + (index * Q.BLOCK + row_in_tile) * WORDS + step_in_block * (F.N // 32)
     return load_mask_words(tile, F.N, LAYOUT, WORDS)
 
 
 @gluon.jit
-def _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A: gl.constexpr, Q: gl.constexpr,
-                KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, N] of a partial step to -inf where the mask, selection or ids exclude the pair."""
+def _compare_ids(mask_words, mask_tile, step, batch, q_ids, lists, A: gl.constexpr, KV: gl.constexpr,
+                 F: gl.constexpr):  # fmt: skip
+    """Clears the bits of pairs of a step that ids exclude, if they exclude any; before its products, as a branch."""
+    _, compare_ids = mask_tile_index(mask_tile, A)
+    if compare_ids:
+        k_row = first_key_row(lists, step, KV, F.N)
+        mask_words = apply_ids(mask_words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
+    return mask_words
+
+
+@gluon.jit
+def _apply_mask(scores, mask_words, row_in_tile, step, lists, A: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+                F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Sets scores [64, N] of a partial step to -inf where mask words or the selection exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
         selected_by = gl.load(lists.active_query_groups + step // STEPS_PER_BLOCK)
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, mask_words.type.layout)) + row_in_tile
         mask_words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, mask_words, 0)
-    if A.NUM_IDS > 0:
-        k_row = first_key_row(lists, step, KV, F.N)
-        mask_words = apply_ids(mask_words, q_ids, lists.kv_ids, batch, k_row, KV, A, True)
     return apply_mask_bits(scores, mask_words, F.N, LAYOUT, A)
 
 
@@ -312,7 +322,10 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         mask_words = 0
         if MASKED:  # loaded first, for this takes long
             mask_tile = gl.load(lists.mask_tiles + step // STEPS_PER_BLOCK)
-            mask_words = _load_mask_words(lists, mask_tile, step % STEPS_PER_BLOCK, row_in_tile, Q, KV, F, S_LAYOUT)
+            step_in_block = step % STEPS_PER_BLOCK
+            mask_words = _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, A, Q, KV, F, S_LAYOUT)
+            if A.NUM_IDS > 0:
+                mask_words = _compare_ids(mask_words, mask_tile, step, batch, q_ids, lists, A, KV, F)
         scores = initial_scores(step, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
         mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
         k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
@@ -323,7 +336,7 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
         mbarrier.arrive(free.k.index(stage), count=1)
         scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, mask_words, row_in_tile, step, batch, q_ids, lists, A, Q, KV, L, F, S_LAYOUT)
+            scores = _apply_mask(scores, mask_words, row_in_tile, step, lists, A, KV, L, F, S_LAYOUT)
         new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), MAY_BE_EMPTY, O_ROWS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.v.index(stage), count=1)
@@ -414,6 +427,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     DV: gl.constexpr = A.DV
+    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     dtype: gl.constexpr = descs.q.dtype
     row_in_tile = GROUP * GROUP_ROWS
     out_tile = buffers.out.index(GROUP)
@@ -442,6 +456,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         mbarrier.wait(ready.q.index(q_stage), iteration // F.Q_STAGES & 1)
         if end > first:
             stage = pipeline_step % F.KV_STAGES
+            if A.NUM_IDS > 0 and first_partial == first:
+                mask_tile = gl.load(lists.mask_tiles + first // STEPS_PER_BLOCK)
+                mask_words = _compare_ids(mask_words, mask_tile, first, batch, q_ids, lists, A, KV, F)
             scores = initial_scores(first, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
             k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
@@ -451,8 +468,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             mbarrier.arrive(free.v.index(stage), count=1)
             scores = to_logits(scores, A)
             if first_partial == first:
-                scores = _apply_mask(scores, mask_words, row_in_tile, first, batch, q_ids, lists, A, Q, KV, L, F,
-                                     S_LAYOUT)  # fmt: skip
+                scores = _apply_mask(scores, mask_words, row_in_tile, first, lists, A, KV, L, F, S_LAYOUT)
             p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), True, O_ROWS)
             acc = acc * alpha[:, None]
             state = pack(p, dtype, GROUP_ROWS, N), m_i, l_i, acc

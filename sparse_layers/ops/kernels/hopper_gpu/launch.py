@@ -430,7 +430,14 @@ def _lists(group_pass: GroupPass, direction: str) -> tuple[RowTiling, RowTiling,
     outer, inner = (kv, q) if transposed else (q, kv)
     if group_pass.fused_with is None:
         lists = build_pass_lists(
-            group_pass.call, group_pass.operands, group_pass.passes, outer, inner, transposed, subblocks
+            group_pass.call,
+            group_pass.operands,
+            group_pass.passes,
+            outer,
+            inner,
+            transposed,
+            subblocks,
+            settings.COMPARE_IDS,
         )
     else:
         lists = _fused_lists(group_pass.passes, group_pass.fused_with.passes, q, kv)

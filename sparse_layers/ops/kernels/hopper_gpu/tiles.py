@@ -12,11 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from ..gpu.tiles import TokenIds
+from . import settings
 from .primitives import exp2, load_tile, mask_by_bits
 
 # Rows of a tile that one group of four warps computes: those of one wgmma.
 GROUP_ROWS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
+COMPARE_IDS = gl.constexpr(settings.COMPARE_IDS)
 
 
 class HopperArrayShapes(NamedTuple):
@@ -248,6 +250,15 @@ def multiply_transposed(left, right, acc, USE_ACC: gl.constexpr, DEPTH: gl.const
                             is_async=True)  # fmt: skip
         return warpgroup_mma(left.slice(HALF, HALF // 2, 1), right.slice(HALF, HALF // 2, 1).permute((1, 0)), acc,
                              is_async=True)  # fmt: skip
+
+
+@gluon.jit
+def mask_tile_index(mask_tile, A: gl.constexpr):
+    """Returns (the index of a mask tile in the array, True if ids must be compared); the tile -1 lies first."""
+    if A.NUM_IDS == 0:
+        return mask_tile + 1, False
+    else:
+        return (mask_tile + 1) & (COMPARE_IDS - 1), mask_tile + 1 >= COMPARE_IDS
 
 
 @gluon.jit

@@ -83,6 +83,7 @@ from .tiles import (
     as_matrix,
     load_ids,
     load_mask_words,
+    mask_tile_index,
     multiply_transposed,
     tile_coordinates,
     to_logits,
@@ -142,10 +143,11 @@ def _value_steps(first, end, pipeline_step, dv, descs, buffers, ready, free, lis
         q_tile = as_matrix(buffers.q.index(stage), M, A.D)  # [M, D]
         mask_words = 0
         if MASKED:  # loaded first, as this takes long
-            mask_row = (gl.load(lists.mask_tiles + entry) + 1) * KV.BLOCK + work_tile.row % KV.BLOCK
+            index, compare_ids = mask_tile_index(gl.load(lists.mask_tiles + entry), A)
+            mask_row = index * KV.BLOCK + work_tile.row % KV.BLOCK
             mask_tile = lists.mask_bits + mask_row * WORDS + q_tile_in_block * (M // 32)
             mask_words = load_mask_words(mask_tile, M, S_LAYOUT, WORDS)
-            if A.NUM_IDS > 0:
+            if A.NUM_IDS > 0 and compare_ids:
                 mask_words = apply_ids(mask_words, kv_ids, lists.q_ids, work_tile.batch, row, Q, A, False)
         mbarrier.wait(ready.q.index(stage), pipeline_step // F.STAGES & 1)
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
