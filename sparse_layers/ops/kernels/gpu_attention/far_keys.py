@@ -60,8 +60,10 @@ def _split(plan: Plan, center: int, min_far_keys: int) -> Plan:
     )
     chains = []
     for chain, near_chain, far_chain in zip(plan.chains, near_plan.chains, far_plan.chains, strict=True):
-        far, near = (sum(x.fwd_blocks * math.prod(x.fwd_shape) for x in one) for one in (far_chain, near_chain))
-        if far > max(near, min_far_keys * plan.q_len * len(far_chain)):
+        far_pairs, near_pairs = (
+            sum(x.fwd_blocks * math.prod(x.fwd_shape) for x in one) for one in (far_chain, near_chain)
+        )
+        if far_pairs > max(near_pairs, min_far_keys * plan.q_len * len(far_chain)):
             chain = (*(dataclasses.replace(x, bias_entry=0) for x in far_chain), *near_chain)
         chains.append(chain)
     return dataclasses.replace(plan, chains=tuple(chains))
