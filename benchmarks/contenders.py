@@ -217,8 +217,9 @@ def flex(
     def mask_mod(batch, head, q_index, k_index):
         return rule(q_index, k_index, table)
 
-    # Compiled only where it is timed: Triton may take minutes for its kernel.
-    create = torch.compile(module.create_block_mask, dynamic=False) if mask_each_call else module.create_block_mask
+    # Triton may take minutes to compile it. Without, it makes arrays of all pairs.
+    is_compiled = mask_each_call or seq_len > 32768
+    create = torch.compile(module.create_block_mask, dynamic=False) if is_compiled else module.create_block_mask
     make_mask = functools.partial(create, mask_mod, None, None, seq_len, seq_len, device=device)
     first_mask = None if mask_each_call else make_mask()
 

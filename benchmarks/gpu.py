@@ -281,8 +281,9 @@ class Case:
             answers = answers[:2]
         errors = self.exact.check(map(contender.fetch, answers))
         del result, answers
-        calls = getattr(self.report.options, "loop", None) or 1
-        if calls > 1 and contender.in_loop is not None:
+        calls = 1
+        if getattr(self.report.options, "loop", None) and contender.in_loop is not None:
+            calls = self.report.options.loop
             call = contender.in_loop(direction, calls)
         ms = median_ms(call, contender.wait, self.report.options) / calls
         return {"ms": ms, "first_call_s": first, "errors": errors}

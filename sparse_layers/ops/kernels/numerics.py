@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -37,10 +36,10 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
     return -(p * delta).sum((0, 1))
 
 
-def limit_base_2(logits: jax.Array, unit: float = 1.0) -> jax.Array:
-    """Returns sinks or biases in float32 and in ``unit``, for kernels that multiply by ``unit`` and log2(e).
+def limit_base_2(logits: jax.Array, largest: float = 2.3e38) -> jax.Array:
+    """Returns sinks or biases in float32 for kernels that multiply by log2(e): finite ones do not overflow.
 
-    Finite ones do not overflow there: their absolute value is at most 2.3e38. Infinities stay.
+    Their absolute value is at most ``largest``. Infinities stay.
     """
     logits = logits.astype(jnp.float32)
-    return jnp.where(jnp.isinf(logits), logits, jnp.clip(logits / np.float32(unit), -2.3e38, 2.3e38))
+    return jnp.where(jnp.isinf(logits), logits, jnp.clip(logits, -largest, largest))

@@ -69,7 +69,7 @@ class BlockPairs:
     q_block: Any  # int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB
     kv_block: Any  # int32 [LB, LH, n], the block of keys
     state: Any  # integers [LB, LH, n], EMPTY, PARTIAL or FULL
-    mask_tile: Any  # int32 [LB, LH, n], the mask tile of PARTIAL ones; -1 for none
+    mask_tile: Any  # int32 [LB, LH, n], the mask tile of PARTIAL ones, see `limit_by_ids`; -1 for none
     active_query_groups: Any  # int32 [LB, LH, n], or None; see `BlockLists`
     num_blocks: tuple[int, int]  # number of query blocks and of key blocks
     heads_per_list: int = 1  # see `BlockLists`
@@ -189,8 +189,8 @@ class BlockPairs:
     ) -> "BlockPairs":
         """Returns the pairs that segment ids and order ids of queries and keys allow, as in `Operands`.
 
-        A pair stays FULL only if it lies in one segment, and all its queries see all its keys. To the mask tile of a
-        pair in which ids exclude some keys, ``mark`` is added.
+        A pair stays FULL only if it lies in one segment, and all its queries see all its keys. In other pairs ids may
+        exclude keys: ``mark`` is added to their mask tiles.
         """
         if segments is None:
             return self

@@ -15,6 +15,9 @@ from ...arguments.checks import suggest
 # What `implementation=None` tries, in this order, before the fallback.
 PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("hopper", "cudnn", "triton")}
 FALLBACK = ("xla",)
+# Head sizes up to this one are plain Triton's on Hopper GPUs. On an H200, patterns and causal attention of 4,096 tokens
+# with heads of 32 take 11 to 22 % less forward than in the Hopper kernels, 4 to 12 % less forward and backward.
+NARROW_HEAD_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ TUNING = {
         deterministic_bwd_block_shape=_TRITON.bwd_block_shape,
         capability="9.0",
         itemsize=2,
-        head_sizes=range(8, 257, 8),
+        head_sizes=range(NARROW_HEAD_SIZE + 8, 257, 8),
         min_jax=(0, 11, 1),
     ),
     "triton": _TRITON,

@@ -53,6 +53,9 @@ CASES = [
     Case("near-run-time", FEW, 256, 200, table=(2, 90, 80), slopes=(0.1, 0.01), **TABLE),
     Case("near-strided", STRIDED_4, 512, batch=1, split=True, table=(2, 200, 100), sinks=True, **TABLE),
     Case("near-fixed", FIXED_32, 512, batch=1, split=True, table=(2, 99, 70), slopes=(0.1, 0.003), **TABLE),
+    Case("near-fixed-ragged", FIXED_32, 480, batch=1, split=True, table=(2, 99, 70), **TABLE),
+    Case("near-columns", sl.Window(3, 3) | sl.Columns(32, 24), 480, batch=1, split=True, table=(2, 999, 500), **TABLE),
+    Case("slopes-cross", sl.Causal(), 200, 300, batch=1, slopes=(0.7, 0.05), **TABLE),
     Case("near-tiles", sl.Grid((32, 16), sl.BlockDiagonal(16)), 512, split=True, batch=1, table=(2, 90, 40), **TABLE),
     Case("both-ways", sl.Window(90, 60), 200, 300, heads=(4, 2), batch=1, slopes=(0.7, 0.05, 0.2, -0.01), **TABLE),
     Case("near-long-blocks", sl.Causal(), 400, batch=1, fwd=(128, 256), table=(2, 900, 450), **TABLE),
@@ -95,6 +98,25 @@ def test_far_entries_of_minus_infinity_hide_their_keys(launched, keys, passes, s
 @pytest.mark.parametrize("keys", [sl.Window(300), ~sl.Window(7)], ids=str)
 def test_near_entries_of_minus_infinity_hide_their_keys(launched, keys, sinks):
     mask, options = sl.Causal() & keys, {"table": (2, 310, 305), "sinks": sinks}
-    answers = HidingCase("hiding", mask, 500, **options).call("hopper")
+    answers = HidingCase("hiding", mask, 600, **options).call("hopper")
     assert {*launched} == {"hopper_forward_kernel"}
-    cases.check(Case("window", mask & sl.Window(7), 500, **options), answers)
+    cases.check(Case("window", mask & sl.Window(7), 600, **options), answers)
+
+
+class LowestCase(Case):
+    """The entry of distance 0 is the lowest finite number."""
+
+    def arrays(self):
+        _, entries, center = self.table
+        lowest = np.finfo(np.float32).min
+        return (x := super().arrays()) | {"table": np.where(np.arange(entries) == center, lowest, x["table"])}
+
+
+def test_forward_and_backward_limit_entries_alike(launched):
+    """Query 0 sees key 0 alone, so gradients of key 0 have all of its weight."""
+    case = LowestCase("lowest", sl.Causal(), 140, batch=1, table=(2, 50, 40), return_lse=False)
+    answers, exact = (case.call(name) for name in ("hopper", "reference"))
+    assert {*launched} == {"hopper_forward_kernel"}
+    for name in ("out", "dq", "dk", "dv", "dtable"):
+        error = np.linalg.norm(np.float64(answers[name]) - np.float64(exact[name]))
+        assert error < 1e-2 * np.linalg.norm(np.float64(exact[name])), name

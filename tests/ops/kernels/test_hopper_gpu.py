@@ -210,7 +210,7 @@ def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):
     """Of more, blocks are cut into larger parts, over which kernels walk: here into halves."""
     options = {"batch": 1, "segments": (LONGER[:, :690],) * 2, "fwd": (128, 512), "bwd": (512, 128)}
     case = Case("few-tiles", (sl.Causal(), sl.Window(60)), 690, **options)
-    monkeypatch.setattr(settings, "MAX_LIST_BYTES", 24 * 50)
+    monkeypatch.setattr(settings, "MAX_LIST_BYTES", 28 * 50)
     cases.check(case, case.call("hopper"))
     assert all("long blocks" in name for name in launched)
 

@@ -85,6 +85,8 @@ CALLS = [
     Call("window-narrow", sl.Causal() & sl.Window(63), "triton: triton forward | triton dq + triton dkv"),
     Call("window-lse", WINDOW, "hopper: hopper forward | hopper backward", options={"return_lse": True}),
     # Narrow heads fill half of a Hopper tile.
+    Call("causal-32", sl.Causal(), "triton: triton forward | triton dq + triton dkv", size=32),
+    Call("full-32", sl.Full(), "triton: triton forward | triton dq + triton dkv", size=32),
     Call("window-32", WINDOW, "triton: triton forward | triton dq + triton dkv", size=32),
     Call("window-40", WINDOW, "hopper: hopper forward | hopper backward", size=40),
     Call("window-64", WINDOW, "hopper: hopper forward | hopper backward", size=64),
@@ -111,7 +113,7 @@ CALLS = [
         "hopper: hopper forward + hopper forward | hopper backward + triton dq + triton dkv",
         options=TABLE,
     ),
-    # Few far keys pay for no pass of their own.
+    # Too few far keys for a separate pass.
     Call(
         "fixed-table",
         sl.preset("sparse_transformer_fixed", stride=128, summary=8),

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ...planning.platforms import NARROW_HEAD_SIZE
 from ..call import Call
 from ..operands import Gradients, Operands
 from ..transforms import differentiable_once
@@ -35,7 +36,7 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     from .route import query_gather_unsupported, route
 
     size = max(operands.query.shape[-1], operands.value.shape[-1])
-    if size <= settings.MAX_NARROW_HEAD_SIZE:
+    if size <= NARROW_HEAD_SIZE:
         return f"heads of {size} fill no more than half of a tile's {settings.HEAD_SIZES[0]} columns"
     selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS and not launch.has_one_group(operands):

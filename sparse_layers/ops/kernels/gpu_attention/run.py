@@ -42,7 +42,7 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
         query = operands.query
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
-    operands, call_route = _prepare_operands(operands), route(implementation, call, operands)
+    operands, call_route = _prepare_operands(call, operands), route(implementation, call, operands)
     run_q_outer = functools.partial(_run_forward, call_route)
     if call_route.kv_outer_forward is None:
         return run_q_outer(operands)
@@ -55,7 +55,7 @@ def _backward(
     if not operands.query.size:
         query, key, value = map(jnp.zeros_like, operands[:3])
         return Gradients(query, key, value, jax.tree.map(jnp.zeros_like, operands.bias_table))
-    args, call_route = (_prepare_operands(operands), lse, delta, dout), route(implementation, call, operands)
+    args, call_route = (_prepare_operands(call, operands), lse, delta, dout), route(implementation, call, operands)
     run_q_outer, kv_outer_launch = functools.partial(_run_backward, call_route), call_route.kv_outer_backward
     if kv_outer_launch is None:
         return run_q_outer(*args)
@@ -75,12 +75,17 @@ def _run_if_selections_disagree(
     return jax.lax.cond(disagree, run_kv_outer, run_q_outer, operands, *args)
 
 
-def _prepare_operands(operands: Operands) -> Operands:
+def _prepare_operands(call: Call, operands: Operands) -> Operands:
     """Returns the operands as kernels take them.
 
-    `limit_base_2` limits sinks and biases. Segment ids of padding are -2 for queries and -1 for keys.
+    `limit_base_2` limits sinks and biases, the latter also divided by the scale, as the Hopper kernels add them. The
+    segment ids of padding are -2 for queries and -1 for keys.
     """
-    sinks, table = (None if x is None else limit_base_2(x) for x in (operands.sinks, operands.bias_table))
+    sinks, table = operands.sinks, operands.bias_table
+    if sinks is not None:
+        sinks = limit_base_2(sinks)
+    if table is not None:
+        table = limit_base_2(table, 2.3e38 * (call.scale if 0 < call.scale < 1 else 1))
     operands = operands._replace(sinks=sinks, bias_table=table)
     if operands.segments is None:
         return operands

@@ -17,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .primitives import load_elements
-from .tiles import GROUP_ROWS, HopperArrayShapes, first_key_row, token_of
+from .tiles import GROUP_ROWS, HopperArrayShapes, RowsView, first_key_row, token_of
 
 
 class BiasRows(NamedTuple):
-    """Numbers of the queries of a group, by which a bias is computed; any others without one."""
+    """Numbers of the queries of a group, by which a bias is computed; unused without one."""
 
     slope: Any  # of the query head, divided by SCALE
     table: Any  # a pointer to the query head's entry of distance 0
@@ -29,12 +29,20 @@ class BiasRows(NamedTuple):
     token: Any  # [64]
 
 
-def _has_bias(A: HopperArrayShapes) -> bool:
+def _adds_bias(A: HopperArrayShapes) -> bool:
     """True if a kernel adds a bias to scores."""
     return A.ALIBI or A.TABLE_LENGTH > 0
 
 
-has_bias = gluon.constexpr_function(_has_bias)
+adds_bias = gluon.constexpr_function(_adds_bias)
+
+
+def _needs_key_offsets(A: HopperArrayShapes, Q: RowsView, KV: RowsView) -> bool:
+    """True if a kernel reads `allocate_key_offsets`: for slopes, and for a table where tokens are not rows."""
+    return A.ALIBI or (A.TABLE_LENGTH > 0 and len(Q.AXES) + len(KV.AXES) > 0)
+
+
+needs_key_offsets = gluon.constexpr_function(_needs_key_offsets)
 
 
 @gluon.jit
@@ -75,12 +83,12 @@ def _entries_by_row(bias, first_token, N: gl.constexpr, LAYOUT: gl.constexpr):
     """
     row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    of_thread = bias.table + (first_token - bias.first_row) + ((column & 6) - (row & ~8))
-    return load_elements(of_thread + ((column & ~6) - (row & 8)))
+    thread_pointer = bias.table + (first_token - bias.first_row) + ((column & 6) - (row & ~8))
+    return load_elements(thread_pointer + ((column & ~6) - (row & 8)))
 
 
 @gluon.jit
-def initial_scores(step, bias, key_offsets, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def scores_before_products(step, bias, key_offsets, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
                     N: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Returns scores [64, N] to which q . k is added: 0, entries of a table, or the bias of ALiBi.
 
@@ -88,7 +96,7 @@ def initial_scores(step, bias, key_offsets, lists, A: gl.constexpr, Q: gl.conste
     of a query get a bias that is rounded by no more than 2 ** -23 * slope * the tokens that 128 rows span, whatever the
     length; others by 2 ** -23 of theirs.
     """
-    if has_bias(A):
+    if adds_bias(A):
         first_token = token_of(first_key_row(lists, step, KV, N), KV)
     if A.TABLE_LENGTH > 0:
         if len(Q.AXES) + len(KV.AXES) == 0:  # tokens are rows, and the table has all distances of these

@@ -55,7 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .biases import allocate_key_offsets, has_bias, initial_scores, load_bias
+from .biases import adds_bias, allocate_key_offsets, load_bias, needs_key_offsets, scores_before_products
 from .primitives import exp2, load_tile, pack, prevent_sinking, reinterpret, store_tile, unpack
 from .tiles import (
     GROUP_ROWS,
@@ -326,10 +326,10 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
             mask_words = _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, A, Q, KV, F, S_LAYOUT)
             if A.NUM_IDS > 0:
                 mask_words = _compare_ids(mask_words, mask_tile, step, batch, q_ids, lists, A, KV, F)
-        scores = initial_scores(step, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
+        scores = scores_before_products(step, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
         mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
         k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-        scores = multiply_transposed(q_tile, k_tile, scores, has_bias(A), A.DEPTH)
+        scores = multiply_transposed(q_tile, k_tile, scores, adds_bias(A), A.DEPTH)
         p = unpack(packed_p, q_tile.dtype, GROUP_ROWS, N, LHS_LAYOUT)
         acc = warpgroup_mma(p, as_matrix(buffers.v.index(stage), N, A.DV), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -427,7 +427,6 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     DV: gl.constexpr = A.DV
-    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     dtype: gl.constexpr = descs.q.dtype
     row_in_tile = GROUP * GROUP_ROWS
     out_tile = buffers.out.index(GROUP)
@@ -457,12 +456,12 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         if end > first:
             stage = pipeline_step % F.KV_STAGES
             if A.NUM_IDS > 0 and first_partial == first:
-                mask_tile = gl.load(lists.mask_tiles + first // STEPS_PER_BLOCK)
+                mask_tile = gl.load(lists.mask_tiles + first // (KV.BLOCK // N))
                 mask_words = _compare_ids(mask_words, mask_tile, first, batch, q_ids, lists, A, KV, F)
-            scores = initial_scores(first, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
+            scores = scores_before_products(first, bias, buffers.key_offsets, lists, A, Q, KV, N, S_LAYOUT)  # [64, N]
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
             k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
-            scores = multiply_transposed(q_tile, k_tile, scores, has_bias(A), A.DEPTH)
+            scores = multiply_transposed(q_tile, k_tile, scores, adds_bias(A), A.DEPTH)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
@@ -550,7 +549,7 @@ def hopper_forward_kernel(
     if not F.OUT_REPLACES_Q:
         out_buffer = allocate_buffers(out, GROUPS)
     key_offsets = None
-    if has_bias(A):
+    if needs_key_offsets(A, Q, KV):
         key_offsets = allocate_key_offsets(F.N, KV)  # float32 [1, N]
     buffers = Buffers(
         q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]

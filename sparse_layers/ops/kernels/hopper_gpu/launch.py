@@ -21,7 +21,7 @@ from ..gpu import bridge, hardware
 from ..gpu.lists import PassLists, RowTiling, build_pass_lists, pack_mask_bits
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, varying_like
 from ..gpu.splits import MIN_STEPS
-from ..numerics import limit_base_2, merge_by_lse
+from ..numerics import merge_by_lse
 from ..operands import Operands
 from . import settings, views
 from .backward_kernel import BackwardConstants, hopper_backward_kernel
@@ -144,9 +144,9 @@ def _has_table(group_pass: GroupPass) -> bool:
     operands, plan = group_pass.operands, group_pass.call.plan
     if operands.bias_table is not None and group_pass.bias_entry is None:
         return True
-    if plan is None or plan.q_len != plan.kv_len:
-        return operands.bias_slopes is not None
-    return operands.bias_slopes is not None and not all(is_causal(mask, plan.q_len) for mask in plan.masks)
+    if operands.bias_slopes is None:
+        return False
+    return plan is None or plan.q_len != plan.kv_len or not all(is_causal(mask, plan.q_len) for mask in plan.masks)
 
 
 def _bias_unsupported(group_pass: GroupPass, direction: str) -> str | None:
@@ -172,7 +172,7 @@ def has_one_group(operands: Operands) -> bool:
 
 
 def can_fuse(group_pass: GroupPass, second: GroupPass, direction: str) -> bool:
-    """True if one kernel can compute two supported passes: forward, with static lists and no bias."""
+    """True if one kernel can compute two supported passes: forward, with static lists and no bias by pair."""
     operands, shapes = group_pass.operands, [x.passes[0].fwd_shape for x in (group_pass, second)]
     has_bias = operands.bias_slopes is not None or _has_table(group_pass) or _has_table(second)
     fits = operands.segments is None and not has_bias and shapes[0] == shapes[1]
@@ -328,8 +328,8 @@ def _subblocks_per_block(group_pass: GroupPass, direction: str) -> int:
     is_forward = direction == "forward"
     tiles = max(1, _block_shape(group_pass, direction)[is_forward] // settings.TILE_ROWS)
     blocks = len(group_pass.passes) * max(x.fwd_blocks if is_forward else x.bwd_blocks for x in group_pass.passes)
-    # Each subblock takes three numbers once, and three for each batch entry.
-    most = settings.MAX_LIST_BYTES // max(1, 12 * (1 + group_pass.operands.query.shape[0]) * blocks)
+    # Each subblock takes three numbers once, and four for each batch entry.
+    most = settings.MAX_LIST_BYTES // max(1, (12 + 16 * group_pass.operands.query.shape[0]) * blocks)
     return next(n for n in range(tiles, 0, -1) if n == 1 or (n <= most and tiles % n == 0))
 
 
@@ -389,8 +389,8 @@ def _table(group_pass: GroupPass, shapes: HopperArrayShapes) -> list[jax.Array]:
     if table is not None and group_pass.bias_entry is None:
         bias = table[:, jnp.clip(distance + call.bias_center, 0, table.shape[1] - 1)]
     if slopes is not None:
-        bias -= slopes[:, None] * abs(distance)
-    return [limit_base_2(bias, call.scale)]
+        bias -= slopes[:, None] * abs(distance)[None].astype(jnp.float32)
+    return [bias / np.float32(call.scale)]
 
 
 def _bias_of_pairs(group_pass: GroupPass) -> jax.Array | None:
@@ -490,7 +490,7 @@ def _prepare(group_pass: GroupPass, direction: str) -> _PreparedLaunch:
     shapes = array_shapes(group_pass, sizes)
     if _has_table(group_pass):
         q_rows, kv_rows = (max(side.num_blocks * side.block, side.order.length) for side in (q, kv))
-        shapes = shapes._replace(ALIBI=False, TABLE_LENGTH=q_rows + kv_rows - 1, TABLE_CENTER=q_rows - 1)
+        shapes = shapes._replace(TABLE_LENGTH=q_rows + kv_rows - 1, TABLE_CENTER=q_rows - 1)
     constants = {"A": shapes, **row_views, "L": list_shapes}
     constants |= {} if shapes.ALIBI else {"slopes": None}
     constants |= {} if shapes.TABLE_LENGTH or transposed else {"bias_table": None}
@@ -520,9 +520,7 @@ def array_shapes(group_pass: GroupPass, sizes: settings.PaddedSizes) -> HopperAr
         HEAD_STEP=group_pass.step,
         PASS_HEADS=group_pass.heads,
         NUM_IDS=group_pass.num_ids,
-        ALIBI=group_pass.operands.bias_slopes is not None,
-        TABLE_LENGTH=0,
-        TABLE_CENTER=0,
+        ALIBI=group_pass.operands.bias_slopes is not None and not _has_table(group_pass),
     )
 
 

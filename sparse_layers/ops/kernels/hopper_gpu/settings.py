@@ -19,15 +19,12 @@ STEP_KEYS = (64, 128)
 # Keys of a tile of heads of 256: registers hold the scores of no more beside the accumulators of out, or of dk and dv.
 WIDE_TILE_KEYS = 64
 # Bytes of the lists of tiles that the device makes where blocks of several tiles are split: of one batch entry and
-# head, 24 for each tile. That is as much as k and v of 100,000 tokens, 8 heads of 128, in bfloat16.
+# head, 28 for each tile. That is as much as k and v of 100,000 tokens, 8 heads of 128, in bfloat16.
 MAX_LIST_BYTES = 400 << 20
-# Added to the number of a mask tile where ids exclude some keys of the block: kernels compare ids there alone.
+# Added to the number of a mask tile where ids may exclude keys of the block: kernels compare ids there alone.
 COMPARE_IDS = 1 << 30
 # Head sizes are rounded up to one of these. The query gather kernel has no more.
 HEAD_SIZES = (64, 128, 256)
-# Heads that plain Triton computes faster, in narrower tiles: on an H200, windows and strided patterns with heads of 32
-# take 9 to 22 % less, causal attention of 16,384 tokens 8 % less forward and 5 % more with its gradients.
-MAX_NARROW_HEAD_SIZE = 32
 GATHER_HEAD_SIZES = HEAD_SIZES[:2]
 # More stages hide no more latency: four at head size 64 and two at 128 keep the tensor cores busy.
 MAX_STAGES = 4

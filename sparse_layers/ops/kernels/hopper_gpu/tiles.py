@@ -35,9 +35,9 @@ class HopperArrayShapes(NamedTuple):
     HEAD_STEP: int
     PASS_HEADS: int  # query heads of the pass
     NUM_IDS: int  # ids of a token: 0 for none, 1 for a segment id, 2 for an order id, too
-    ALIBI: bool  # True if there are slopes; then logits are only scaled, and no query sees a later key
-    TABLE_LENGTH: int  # entries of a head in the table of a bias, with slopes in them; 0 for none
-    TABLE_CENTER: int  # the index of distance 0
+    ALIBI: bool  # True if slopes times distances are added; then logits are only scaled, and no query sees a later key
+    TABLE_LENGTH: int = 0  # entries of a head in the table of a bias, with slopes in them; 0 for none
+    TABLE_CENTER: int = 0  # the index of distance 0
 
 
 class RowsView(NamedTuple):
