@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.planning.platforms import FALLBACK, PREFERRED
+from sparse_layers.ops.recorded_calls import record_calls
 
 BLOCK = 128  # rows that are drawn, and judged, together
 
@@ -161,14 +161,10 @@ def ours(pattern: Pattern, arrays: list[jax.Array], implementation: str | None, 
 
 
 def default_choice(pattern: Pattern, arrays: list[jax.Array]) -> str:
-    """The implementation that ``implementation=None`` runs: the first that does not refuse."""
-    for name in (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK):
-        try:
-            jax.eval_shape(op(pattern.mask, arrays[0].shape[1], name), *arrays[:3])
-            return name
-        except NotImplementedError:
-            continue
-    return "none"
+    """The implementation that ``implementation=None`` runs."""
+    with record_calls() as calls:
+        jax.eval_shape(op(pattern.mask, arrays[0].shape[1], None), *arrays[:3])
+    return calls[0]["implementation"]
 
 
 def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
