@@ -72,6 +72,31 @@ def test_buckets_are_those_of_t5(num_buckets, max_distance):
         assert ours.tolist() == [bucket(d, count) for d in range(reach, -1, -1)] + behind
 
 
+def _t5_table(buckets):
+    return sl.t5_bias(buckets, bidirectional=False, max_distance=4096).table
+
+
+def _grid_table(table):
+    return sl.grid_bias((64, 64), table).table
+
+
+@pytest.mark.parametrize(("expand", "shape"), [(_t5_table, (1, 4)), (_grid_table, (1, 1, 1))])
+def test_gradients_of_entries_of_many_distances_are_summed_in_float32(expand, shape):
+    """In bfloat16, sums of ones would end at 256."""
+    gradients = [
+        jax.grad(lambda x: expand(x).astype(jnp.float32).sum())(jnp.ones(shape, d)) for d in ("bfloat16", "float32")
+    ]
+    assert gradients[0].dtype == jnp.bfloat16 and gradients[1].max() > 1000
+    np.testing.assert_array_equal(gradients[0], gradients[1].astype(jnp.bfloat16))
+
+
+def test_gradients_of_buckets_have_an_order():
+    """On GPUs, a scatter adds in any order; buckets of -inf and NaN leave others as they are."""
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(lambda x: _t5_table(x).sum()))(jnp.ones((1, 4))))
+    table = np.asarray(_t5_table(jnp.array([[1.0, -jnp.inf, jnp.nan, 2.0]])))
+    assert {*table[np.isfinite(table)].tolist()} == {1.0, 2.0} and np.isneginf(table).any() and np.isnan(table).any()
+
+
 def test_a_bias_is_a_pytree_of_its_table():
     bias = sl.DistanceBias(np.ones((2, 5), np.float32), slopes=np.array([1, 2]))
     assert (bias.center, bias.slopes) == (2, (1.0, 2.0))

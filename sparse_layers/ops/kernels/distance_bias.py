@@ -285,7 +285,15 @@ def t5_bias(buckets: ArrayLike, *, bidirectional: bool = True, max_distance: int
     numbers = by_distance[::-1]
     if bidirectional:
         numbers = np.concatenate([numbers, by_distance[1:] + per_side])
-    return DistanceBias(buckets[:, numbers], max_distance)
+    # A sum, as the gradient of a look-up adds in any order on GPUs.
+    is_of_bucket = np.arange(buckets.shape[1])[:, None] == numbers
+    table = jnp.where(is_of_bucket[None], _widen(buckets)[:, :, None], 0).sum(1)
+    return DistanceBias(table, max_distance)
+
+
+def _widen(table: jax.Array) -> jax.Array:
+    """Returns a table in float32, or in its wider dtype: entries of many distances get sums as gradients."""
+    return table.astype(jnp.promote_types(table.dtype, jnp.float32))
 
 
 def check_buckets(owner: str, name: str, count: int, bidirectional: bool, max_distance: int) -> int:
@@ -371,6 +379,7 @@ def _to_reach(name: str, table: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Returns a table [N, L1, ...] with entries for all distances on axes of ``sizes``: [N, 2 * size - 1, ...]."""
     if not all(length % 2 for length in table.shape[1:]):
         raise ValueError(f"{name} must have odd lengths, with distance 0 in the middle, got shape {table.shape}")
+    table = _widen(table)
     for axis, size in enumerate(sizes, 1):
         length = table.shape[axis]
         missing = size - 1 - length // 2
