@@ -36,10 +36,10 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
     return -(p * delta).sum((0, 1))
 
 
-def limit_base_2(logits: jax.Array, largest: float = 2.3e38) -> jax.Array:
+def limit_base_2(logits: jax.Array, scale: float = 1.0) -> jax.Array:
     """Returns sinks or biases in float32 for kernels that multiply by log2(e): finite ones do not overflow.
 
-    Their absolute value is at most ``largest``. Infinities stay.
+    Nor do they if kernels divide by a positive ``scale`` before. Infinities stay.
     """
-    logits = logits.astype(jnp.float32)
+    logits, largest = logits.astype(jnp.float32), 2.3e38 * (scale if 0 < scale < 1 else 1)
     return jnp.where(jnp.isinf(logits), logits, jnp.clip(logits, -largest, largest))

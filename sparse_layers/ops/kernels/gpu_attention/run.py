@@ -78,15 +78,14 @@ def _run_if_selections_disagree(
 def _prepare_operands(call: Call, operands: Operands) -> Operands:
     """Returns the operands as kernels take them.
 
-    `limit_base_2` limits sinks and biases, the latter also divided by the scale, as the Hopper kernels add them. The
-    segment ids of padding are -2 for queries and -1 for keys.
+    `limit_base_2` limits sinks and biases; the Hopper kernels divide biases by the scale. Segment ids of padding are -2
+    for queries and -1 for keys.
     """
     sinks, table = operands.sinks, operands.bias_table
-    if sinks is not None:
-        sinks = limit_base_2(sinks)
-    if table is not None:
-        table = limit_base_2(table, 2.3e38 * (call.scale if 0 < call.scale < 1 else 1))
-    operands = operands._replace(sinks=sinks, bias_table=table)
+    operands = operands._replace(
+        sinks=None if sinks is None else limit_base_2(sinks),
+        bias_table=None if table is None else limit_base_2(table, call.scale),
+    )
     if operands.segments is None:
         return operands
     q, kv = operands.segments

@@ -2,8 +2,8 @@
 
 **Accumulators start at the bias.** So the tensor cores add q . k to it, in place of the instructions of an addition.
 
-**A table has an entry for each distance of the pass.** Threads look scores up by distance, with nothing to clip. The
-segment of the table that a tile needs is short, and stays in the cache.
+**A table has an entry for each distance of the pass.** Threads look scores up by distance. In natural order there is
+nothing to clip. The segment of the table that a tile needs is short, and stays in the cache.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -25,7 +25,7 @@ class BiasRows(NamedTuple):
 
     slope: Any  # of the query head, divided by SCALE
     table: Any  # a pointer to the query head's entry of distance 0
-    first_row: Any
+    first_row: Any  # of the 64
     token: Any  # [64]
 
 
@@ -89,7 +89,7 @@ def _entries_by_row(bias, first_token, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scores_before_products(step, bias, key_offsets, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
-                    N: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+                           N: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Returns scores [64, N] to which q . k is added: 0, entries of a table, or the bias of ALiBi.
 
     The latter is slope * (key - query), as no query sees a later key, by way of the first key of the step. So near keys

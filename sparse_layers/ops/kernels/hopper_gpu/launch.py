@@ -136,15 +136,20 @@ def unsupported(group_pass: GroupPass, direction: str) -> str | None:
     return None
 
 
+def _table_of_pairs(group_pass: GroupPass) -> jax.Array | None:
+    """Returns the table of a bias if pairs of a pass get several of its entries, else None."""
+    return group_pass.operands.bias_table if group_pass.bias_entry is None else None
+
+
 def _has_table(group_pass: GroupPass) -> bool:
     """True if the bias of a pass needs an entry for each distance, in which slopes are included.
 
     Slopes alone need none under a static, causal mask for as many queries as keys.
     """
-    operands, plan = group_pass.operands, group_pass.call.plan
-    if operands.bias_table is not None and group_pass.bias_entry is None:
+    plan = group_pass.call.plan
+    if _table_of_pairs(group_pass) is not None:
         return True
-    if operands.bias_slopes is None:
+    if group_pass.operands.bias_slopes is None:
         return False
     return plan is None or plan.q_len != plan.kv_len or not all(is_causal(mask, plan.q_len) for mask in plan.masks)
 
@@ -160,7 +165,7 @@ def _bias_unsupported(group_pass: GroupPass, direction: str) -> str | None:
         return "the Hopper kernels add a bias before the scale, which must be positive, and know no soft cap of it"
     if not has_table or direction == "forward":
         return None
-    if group_pass.operands.bias_table is not None and group_pass.bias_entry is None:
+    if _table_of_pairs(group_pass) is not None:
         return "the Hopper backward kernels have no table of a bias"
     return "the Hopper backward kernels take slopes with a static, causal mask for as many queries as keys"
 
@@ -381,12 +386,12 @@ def _slopes(group_pass: GroupPass) -> list[jax.Array]:
 
 def _table(group_pass: GroupPass, shapes: HopperArrayShapes) -> list[jax.Array]:
     """Returns the bias of all distances of a pass by query head, in units of q . k; no array where it has no table."""
-    if not _has_table(group_pass):
+    if not shapes.TABLE_LENGTH:
         return []
-    call, table, slopes = group_pass.call, group_pass.operands.bias_table, group_pass.operands.bias_slopes
+    call, table, slopes = group_pass.call, _table_of_pairs(group_pass), group_pass.operands.bias_slopes
     distance = jnp.arange(shapes.TABLE_LENGTH) - shapes.TABLE_CENTER
     bias = jnp.zeros((shapes.HEADS, 1), jnp.float32)
-    if table is not None and group_pass.bias_entry is None:
+    if table is not None:
         bias = table[:, jnp.clip(distance + call.bias_center, 0, table.shape[1] - 1)]
     if slopes is not None:
         bias -= slopes[:, None] * abs(distance)[None].astype(jnp.float32)
@@ -429,16 +434,8 @@ def _lists(group_pass: GroupPass, direction: str) -> tuple[RowTiling, RowTiling,
     q, kv = RowTiling(group_pass.q_order, bq, bq), RowTiling(group_pass.kv_order, bkv, bkv)
     outer, inner = (kv, q) if transposed else (q, kv)
     if group_pass.fused_with is None:
-        lists = build_pass_lists(
-            group_pass.call,
-            group_pass.operands,
-            group_pass.passes,
-            outer,
-            inner,
-            transposed,
-            subblocks,
-            settings.COMPARE_IDS,
-        )
+        call, operands, mark = group_pass.call, group_pass.operands, settings.COMPARE_IDS
+        lists = build_pass_lists(call, operands, group_pass.passes, outer, inner, transposed, subblocks, mark)
     else:
         lists = _fused_lists(group_pass.passes, group_pass.fused_with.passes, q, kv)
     steps, steps_before = group_pass.count_steps([(inner, lists)], transposed=transposed, pack=1)
